@@ -1,0 +1,1 @@
+"""The base classes of the contract; `attnmux.backend` re-exports them all."""
