@@ -174,6 +174,31 @@ def test_the_table_of_cross_attention_is_of_the_encoders_tokens() -> None:
         )
 
 
+def test_blocks_freed_behind_a_window_may_be_named_by_anything() -> None:
+    cm = make_metadata([1], [40], [[-1, -1, 5]], 16)
+    assert cm.slot_mapping.tolist() == [5 * 16 + 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        ("causal", True),
+        ("is_prefilling", False),
+        ("encoder_seq_lens", 0),
+        ("rswa_prefix_lens", 0),
+        ("dcp_local_seq_lens", 0),
+    ],
+)
+def test_what_is_given_for_each_request_is_padded_with_the_requests(
+    name: str, padding: object
+) -> None:
+    given = torch.tensor([False, True]) if isinstance(padding, bool) else torch.tensor([3, 4])
+    cm = make_metadata([1, 2], [5, 6], None, 16, pad_num_reqs=4, **{name: given})
+    assert getattr(cm, name).tolist() == [*given.tolist(), padding, padding]
+    whole = make_metadata([1, 2], [5, 6], None, 16, **{name: given})
+    assert getattr(whole, name) is given or name == "causal"
+
+
 def test_further_fields_are_carried() -> None:
     prefilling = torch.tensor([True])
     cm = make_metadata(
@@ -252,6 +277,32 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows of a tensor": ({"block_table": torch.zeros(3, 2).int()}, r"block_table: got \[3, 2\]"),
     "table of int16": ({"block_table": torch.zeros(2, 2).short()}, "block_table.dtype: got"),
     "table of one dimension": ({"block_table": torch.zeros(2).int()}, r"block_table: got \[2\]"),
+    "queries that are ragged": ({"query_lens": [[3], [1, 2]]}, "query_lens: got .*integers"),
+    "a number for the queries": ({"query_lens": 3}, "query_lens: got 3"),
+    "queries on a device": (
+        {"query_lens": torch.zeros(2, dtype=torch.int64, device="meta")},
+        "query_lens: got a tensor on meta",
+    ),
+    "no lengths": ({"seq_lens": None}, "seq_lens: got"),
+    "lengths in two dimensions": ({"seq_lens": [[5], [20]]}, r"seq_lens: got shape \[2, 1\]"),
+    "lengths past int32": ({"seq_lens": [5, 2**31]}, "seq_lens: got 2147483648; allowed: at most"),
+    "queries past int32": ({"query_lens": [3, 2**31]}, "query_lens: got .*together"),
+    "table without rows": ({"block_table": [4, 1]}, r"block_table\[0\]: got 4; allowed: a row"),
+    "table of text": ({"block_table": "41"}, "block_table: got '41'"),
+    "block of no number": ({"block_table": [[4], [1.5, 0]]}, "block_table: got .*integers"),
+    "block past int32": ({"block_table": [[2**40], [1, 0]]}, r"block_table\[0\]: got"),
+    "negative block of a new token": ({"block_table": [[-1], [1, 0]]}, "block_table: got"),
+    "bound below the lengths": ({"max_seq_len": 19}, "max_seq_len: got 19; allowed: at least 20"),
+    "padding of no number": ({"pad_num_reqs": 2.5}, "pad_num_reqs: got 2.5"),
+    "slots as a list": ({"slot_mapping": [1, 2, 3, 4]}, "slot_mapping: got list"),
+    "causal as text": ({"causal": "no"}, "causal: got str"),
+    "causal of too few": ({"causal": torch.tensor([True])}, r"causal.shape: got \[1\]"),
+    "causal of integers": ({"causal": torch.tensor([1, 0])}, "causal.dtype: got"),
+    "prefixes as a list": ({"rswa_prefix_lens": [3, 4]}, "rswa_prefix_lens: got list"),
+    "prefixes of too few": (
+        {"rswa_prefix_lens": torch.tensor([3])},
+        r"rswa_prefix_lens.shape: got \[1\]; allowed: \[2\]",
+    ),
     "no block size": ({"block_size": 0}, "block_size: got 0"),
     "padding below the requests": ({"pad_num_reqs": 1}, "pad_num_reqs: got 1; allowed: at least 2"),
     "padding below the tokens": ({"pad_num_tokens": 3}, "pad_num_tokens: got 3; .*at least 4"),

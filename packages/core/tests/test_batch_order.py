@@ -133,11 +133,13 @@ def test_a_batch_that_is_not_sorted_is_named() -> None:
         (([1, 2], [0]), "got 1 and 2 requests; allowed: 2"),
         (([1], [0], [True, False]), "got 1 and 2 requests; allowed: 1"),
         (([1], [0], None, 0), "decode_threshold: got 0"),
+        (([-1], [0]), "query_lens: got"),
+        (([1.5], [0]), "query_lens: got .*integers"),
         ((ON_DEVICE, [0, 0]), "query_lens: got a tensor on meta; allowed: .*host"),
         (([1, 1], ON_DEVICE), "num_computed_tokens: got a tensor on meta"),
         (([1, 1], [0, 0], ON_DEVICE), "is_prefilling: got a tensor on meta"),
     ],
-    ids=["computed", "prefilling", "threshold", "device 1", "device 2", "device 3"],
+    ids=["computed", "prefilling", "threshold", "negative", "float", "meta 1", "meta 2", "meta 3"],
 )
 def test_requests_that_cannot_be_classified_are_refused(
     arguments: tuple[Any, ...], message: str
@@ -228,6 +230,20 @@ def test_local_lengths_keep_shape_and_dtype(dtype: torch.dtype) -> None:
     local = dcp_local_seq_lens(lengths, 4, 3, 2)
     assert (local.shape, local.dtype) == ((2, 2), dtype)
     assert local.tolist() == [[0, 1], [4, 24]]
+
+
+def test_lengths_of_ranks_are_integers() -> None:
+    with pytest.raises(ValueError, match="seq_lens: got list"):
+        dcp_local_seq_lens([4], 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"seq_lens.dtype: got"):
+        dcp_local_seq_lens(torch.tensor([4.5]), 2, 0)
+    with pytest.raises(ValueError, match="dcp_rank: got None"):
+        dcp_local_seq_lens(torch.tensor([4]), 2, None)  # type: ignore[arg-type]
+
+
+def test_a_threshold_below_one_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="decode_threshold: got 0"):
+        split_decodes_and_prefills(make_metadata([1], [4], None, 16), decode_threshold=0)
 
 
 @pytest.mark.parametrize(

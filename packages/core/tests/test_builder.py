@@ -113,6 +113,13 @@ def test_speculation_without_a_number_of_drafts_changes_nothing() -> None:
     assert made.reorder_batch_threshold == 2
 
 
+def test_speculation_is_looked_up_only_by_builders_that_run_drafts_as_decodes() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    made = builder(config)
+    made._init_reorder_batch_threshold(3)
+    assert made.reorder_batch_threshold == 3
+
+
 def test_an_engines_own_settings_object_is_taken_as_it_is() -> None:
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),

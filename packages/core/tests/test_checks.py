@@ -67,6 +67,29 @@ CASES: dict[str, tuple[Callable[[], None], str | None]] = {
         lambda: checks.check_sliding_window(-1),
         "sliding_window: got -1; allowed: None (no window) or an integer of at least 1",
     ),
+    "scale": (lambda: checks.check_scale(0), None),
+    "scale not finite": (
+        lambda: checks.check_scale(float("nan")),
+        "scale: got nan; allowed: a finite number",
+    ),
+    "no scale": (lambda: checks.check_scale(None), "scale: got None; allowed: a finite number"),
+    "no cap": (lambda: checks.check_soft_cap(0), None),
+    "cap of infinity": (
+        lambda: checks.check_soft_cap(float("inf")),
+        "logits_soft_cap: got inf; allowed: None, 0 or a finite positive number",
+    ),
+    "cap as text": (
+        lambda: checks.check_soft_cap("30"),
+        "logits_soft_cap: got '30'; allowed: None, 0 or a finite positive number",
+    ),
+    "one slope for all": (
+        lambda: checks.check_alibi_slopes(0.5, 4),  # type: ignore[arg-type]
+        "alibi_slopes: got 0.5; allowed: one for each of 4 query heads",
+    ),
+    "slopes of two dimensions": (
+        lambda: checks.check_alibi_slopes(torch.ones(4, 2), 4),
+        "alibi_slopes.shape: got [4, 2]; allowed: [4]",
+    ),
     "no slopes": (lambda: checks.check_alibi_slopes(None, 8), None),
     "slopes": (lambda: checks.check_alibi_slopes([0.5] * 4, 4), None),
     "slopes as a tensor": (lambda: checks.check_alibi_slopes(torch.ones(4), 4), None),

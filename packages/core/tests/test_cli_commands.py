@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import importlib_metadata
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -250,12 +251,28 @@ def test_doctor_survives_an_unreadable_setting(registry, monkeypatch) -> None:
     assert "repair the setting: ATTNMUX_TRACE_PLUGINS: got 'perhaps'" in result.stdout
 
 
+def test_doctor_names_settings_that_ask_for_what_is_not_there(workshop, monkeypatch) -> None:
+    made = workshop.registry(workshop.plugin("good", {"GOOD": ""}))
+    monkeypatch.setattr("attnmux.cli.doctor.get_registry", lambda: made)
+    monkeypatch.setenv("ATTNMUX_BACKEND", "GOOD_")
+    monkeypatch.setenv("ATTNMUX_OPT_GOOD_X", "1")
+    monkeypatch.setenv("ATTNMUX_OPT_GOD_X", "1")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "MISMATCH: no usable backend" in rows(result.stdout)["ATTNMUX_BACKEND"]
+    advice = " ".join(result.stdout.partition("WHAT TO DO")[2].split())
+    assert "unset ATTNMUX_BACKEND, or set it to GOOD: 'GOOD_' is no usable backend" in advice
+    assert "repair the setting: ATTNMUX_OPT_GOOD_X is set, but GOOD has no options" in advice
+    assert "repair the setting: ATTNMUX_OPT_GOD_X is set, but no known backend" in advice
+
+
 def test_doctor_marks_a_requirement_that_is_not_met(registry, monkeypatch) -> None:
     monkeypatch.setattr(
         "importlib_metadata.requires", lambda name: ["torch>=99"] if name == "attnmux" else []
     )
     result = run("doctor")
-    assert f"MISMATCH: attnmux needs torch>=99, found {torch.__version__}" in result.stdout
+    found = importlib_metadata.version("torch")  # torch.__version__ may name its build too
+    assert f"MISMATCH: attnmux needs torch>=99, found {found}" in result.stdout
     assert 'pip install "torch>=99"' in result.stdout
 
 

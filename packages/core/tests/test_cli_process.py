@@ -122,3 +122,12 @@ def test_every_hostile_plugin_at_once_leaves_the_good_one(site: Site) -> None:
 def test_an_unknown_variable_warns_in_a_fresh_process(site: Site) -> None:
     done = site.attnmux("list", ATTNMUX_BAKEND="x")
     assert "did you mean ATTNMUX_BACKEND?" in done.stderr
+
+
+def test_a_misspelt_variable_is_a_sentence_without_a_line_of_source(site: Site) -> None:
+    done = site.attnmux("list", "--json", ATTNMUX_BACKENDS="x", ATTNMUX_PLUGINS="")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "warning: ATTNMUX_BACKENDS is set, but attnmux reads no such variable; "
+        "did you mean ATTNMUX_BACKEND?\n"
+    )

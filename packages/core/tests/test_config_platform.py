@@ -112,7 +112,7 @@ def test_devices_without_a_capability_have_the_lowest(device: torch.device | str
 
 def test_a_gpu_that_cannot_be_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device: got cuda:1; allowed: .*torch sees no GPU"):
+    with pytest.raises(ValueError, match=r"device: got cuda:1; allowed: .*it sees 0 GPUs"):
         device_capability("cuda:1")
     assert default_device() == torch.device("cpu")
 
@@ -124,8 +124,17 @@ def test_the_capability_of_a_gpu_is_what_torch_says(monkeypatch: pytest.MonkeyPa
         asked.append(device)
         return (9, 0)
 
-    fake = SimpleNamespace(is_available=lambda: True, get_device_capability=capability)
+    fake = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, get_device_capability=capability
+    )
     monkeypatch.setattr(torch, "cuda", fake)
     assert device_capability("cuda:1") == DeviceCapability(9, 0)
     assert asked == [torch.device("cuda:1")]
     assert default_device() == torch.device("cuda:0")
+
+
+def test_a_gpu_past_the_last_one_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+    monkeypatch.setattr(torch, "cuda", fake)
+    with pytest.raises(ValueError, match=r"device: got cuda:1; allowed: .*it sees 1 GPUs"):
+        device_capability("cuda:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attnmux.backend import AttentionBackend, AttentionImpl, AttentionMetadataBu
 from attnmux.config import EngineConfig
 from attnmux.create import create_builder, create_impl
 from attnmux.kv_cache import FullAttentionSpec
+from attnmux.plugins import BackendInfo, Registry
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 PLAIN: dict[str, Any] = {"num_heads": 4, "head_size": 8, "scale": 0.5, "num_kv_heads": 2}
@@ -155,3 +157,70 @@ def test_a_builder_gets_a_device_whatever_names_it() -> None:
     made = create_builder(backend(Old), SPEC, ["a", "b"], config, "meta")
     assert made.device == torch.device("meta")
     assert (made.kv_cache_spec, made.layer_names, made.vllm_config) == (SPEC, ["a", "b"], config)
+
+
+@dataclass(frozen=True)
+class Options:
+    splits: int = 4
+
+
+@pytest.fixture
+def with_options(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """MINE, installed by a plugin that names its options; impl and builder take them."""
+    registry = Registry(lambda: [])
+    registry.register(BackendInfo("MINE", "m:X", options=Options))
+    registry.register(BackendInfo("MINE_TOO", "m:Y", options=Options))
+    monkeypatch.setattr("attnmux.options.get_registry", lambda: registry)
+    return backend(Sinks, BuilderWithOptions)
+
+
+def test_options_of_the_environment_are_heard_though_the_engine_gave_none(
+    with_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNMUX_OPT_MINE_SPLITS", "9")
+    impl: Any = create_impl(with_options, **PLAIN)
+    builder: Any = create_builder(with_options, SPEC, ["a"], EngineConfig(), "cpu")
+    assert impl.got["options"] == builder.options == Options(splits=9)
+
+
+def test_options_that_an_engine_gives_are_stronger_than_the_environment(
+    with_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNMUX_OPT_MINE_SPLITS", "9")
+    impl: Any = create_impl(with_options, **PLAIN, options=Options(splits=2))
+    assert impl.got["options"] == Options(splits=2)
+
+
+def test_options_of_a_backend_with_a_longer_name_are_not_taken(
+    with_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNMUX_OPT_MINE_TOO_SPLITS", "9")
+    impl: Any = create_impl(with_options, **PLAIN)
+    assert impl.got["options"] is None
+
+
+def test_an_option_of_the_environment_that_cannot_be_read_is_an_error(
+    with_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNMUX_OPT_MINE_SPLITS", "many")
+    with pytest.raises(ValueError, match="ATTNMUX_OPT_MINE_SPLITS: got 'many'; allowed: an int"):
+        create_builder(with_options, SPEC, ["a"], EngineConfig(), "cpu")
+
+
+@pytest.mark.parametrize("options", [{"splits": 2}, OPTIONS], ids=["dict", "object"])
+def test_options_of_another_class_are_refused(with_options: Any, options: object) -> None:
+    with pytest.raises(ValueError, match=r"options: got .*; allowed: Options, as attnmux.resolve"):
+        create_impl(with_options, **PLAIN, options=options)
+
+
+def test_a_name_in_place_of_a_backend_is_refused() -> None:
+    name: Any = "CPU_ATTN"
+    with pytest.raises(ValueError, match="backend: got 'CPU_ATTN'; allowed: the class of a back"):
+        create_impl(name, **PLAIN)
+    with pytest.raises(ValueError, match="backend: got 'CPU_ATTN'; allowed: the class of a back"):
+        create_builder(name, SPEC, ["a"], EngineConfig(), "cpu")
+
+
+def test_a_misspelt_keyword_gets_the_closest_one() -> None:
+    with pytest.raises(ValueError, match=r"sliding_windw: got 3; .*did you mean sliding_window\?"):
+        create_impl(backend(Old), **PLAIN, sliding_windw=3)

@@ -76,6 +76,12 @@ def test_bad_arguments_are_errors(arguments, named: str) -> None:
         verify(**arguments)
 
 
+@pytest.mark.parametrize("name", ["decode.sinkz", "xyzzy"])
+def test_a_scenario_that_does_not_exist_is_answered_with_some_that_do(name: str) -> None:
+    with pytest.raises(ValueError, match=f"scenario: got '{name}'; .* such as [a-z]"):
+        outcome_of(Target(ToyBackend), name)
+
+
 def test_backend_whose_forward_writes_the_cache_is_judged_too() -> None:
     class Impl(ToyBackend.get_impl_cls()):
         def problem(self, layer, query, key, value, kv_cache, metadata):
@@ -99,3 +105,21 @@ def test_backend_whose_forward_writes_the_cache_is_judged_too() -> None:
     failure = outcome_of(wrong, "prefill.plain").failure
     assert failure is not None
     assert "reads back as" in failure.what
+
+
+def test_builder_that_wants_decodes_first_gets_them_first() -> None:
+    from attnmux.testing.sabotage.toy import ToyBuilder
+
+    class Builder(ToyBuilder):
+        reorder_batch_threshold = 2
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            lens = common_attn_metadata.query_start_loc_cpu.diff()
+            few = (lens <= self.reorder_batch_threshold) & (lens > 0)
+            assert bool((few[:-1] >= few[1:]).all()), f"decodes are not first: {lens.tolist()}"
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    target = Target(_toy(get_builder_cls=staticmethod(lambda: Builder)))
+    for name in ("mixed.plain", "mixed.mm_prefix", "mixed.per_request_causal+rswa"):
+        outcome = outcome_of(target, name)
+        assert outcome.state is State.PROVED, str(outcome.failure)

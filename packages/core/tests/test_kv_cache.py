@@ -185,6 +185,12 @@ def test_a_cache_has_at_least_one_block(num_blocks: Any) -> None:
         allocate({"a": spec_of()}, num_blocks, KVCacheLayout.LBNHC)
 
 
+def test_the_name_of_a_layout_is_refused_where_a_layout_is_wanted() -> None:
+    name: Any = "LBNHC"
+    with pytest.raises(ValueError, match="layout: got 'LBNHC'; allowed: a KVCacheLayout"):
+        allocate({}, num_blocks=1, layout=name)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_ids)
 def test_a_cache_may_be_larger_than_32_bits_address(layout: KVCacheLayout) -> None:
     spec = spec_of("fp8", block_size=16, num_kv_heads=8, head_size=128)
@@ -356,13 +362,60 @@ def test_scales_stand_behind_the_values_of_their_row(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 8), "kv_cache: got NoneType"),
+        ((torch.zeros(2, 1, 4, 16), 9), r"kv_cache.shape\[-1\]: got 16; allowed: at least 18"),
+        ((torch.zeros(2, 1, 4, 16), -1), "head_size: got -1"),
+        ((torch.zeros(2, 1, 4, 16), 8, 0), "head_size_v: got 0"),
+    ],
+)
+def test_rows_that_are_shorter_than_their_heads_are_not_split(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_kv(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_c_normed": None}, "kv_c_normed: got NoneType"),
+        ({"kv_c_normed": torch.zeros(2, 4).int()}, "kv_c_normed.dtype: got"),
+        ({"k_pe": None}, "k_pe: got NoneType"),
+        ({"slot_mapping": None}, "slot_mapping: got NoneType"),
+        ({"slot_mapping": torch.tensor([0, 8])}, "slot_mapping: got 8; allowed: below 8"),
+        ({"kv_cache_dtype": "fp8", "k_scale": None}, "k_scale: got NoneType"),
+    ],
+    ids=str,
+)
+def test_a_latent_write_names_what_does_not_fit_and_writes_nothing(
+    changes: dict[str, Any], message: str
+) -> None:
+    fp8 = changes.get("kv_cache_dtype") == "fp8"
+    cache = torch.zeros(2, 1, 4, 6, dtype=torch.float8_e4m3fn if fp8 else torch.float32)
+    arguments: dict[str, Any] = {
+        "kv_c_normed": torch.ones(2, 4),
+        "k_pe": torch.ones(2, 2),
+        "kv_cache": cache,
+        "slot_mapping": torch.tensor([0, 1]),
+        "kv_cache_dtype": "auto",
+        "k_scale": torch.ones(1),
+    }
+    with pytest.raises(ValueError, match=message):
+        write_mla_cache(**arguments | changes)
+    assert not cache.float().any()
+
+
+@pytest.mark.parametrize(
     ("cache", "message"),
     [
         (torch.zeros(2, 1, 4, 16, dtype=torch.int8), r"kv_cache.shape\[-1\]: got 16; .* least 24"),
         (torch.zeros(2, 1, 4, 26, dtype=torch.int8), r"kv_cache.stride\(\): got .*multiples of 4"),
         (torch.zeros(2, 1, 4, 36, dtype=torch.int8)[..., 2:30], "kv_cache"),
+        (torch.zeros(2, 1, 4, 32), "kv_cache.dtype: got torch.float32"),
     ],
-    ids=["too short", "rows not aligned", "begins between"],
+    ids=["too short", "rows not aligned", "begins between", "wide dtype"],
 )
 def test_rows_that_cannot_hold_scales_are_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -120,6 +120,9 @@ def test_a_layers_spec_takes_storage_and_mode_from_the_cache_dtype(
             lambda: ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=0),
             "attention_chunk_size: got 0",
         ),
+        (lambda: spec_of(attention_chunk_size=0), "attention_chunk_size: got 0"),
+        (lambda: spec_of("fp8_ds_mla"), "kv_cache_dtype: got 'fp8_ds_mla'"),
+        (lambda: FullAttentionSpec(**SIZES | {"dtype": "float32"}), "dtype: got 'float32'"),
         (lambda: spec_of("fp8_e4m4"), r"kv_cache_dtype: got 'fp8_e4m4' \(did you mean 'fp8_e4m3'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.testing.mla_reference import (
+from attnmux.testing.mla.reference import (
     MlaReference,
     absorb_query,
     mla_reference,

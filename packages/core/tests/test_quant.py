@@ -118,6 +118,14 @@ REFUSED = {
         torch.zeros(3, 8),
         "output_block_scale.dtype",
     ),
+    "output of no tensor": (None, None, None, "output"),
+    "scale on another device": (out(FP8_DTYPE), ONE.to("meta"), None, "output_scale.device"),
+    "blocks on another device": (
+        out(FP4_DTYPE, 3, 64),
+        ONE,
+        out(FP8_DTYPE, 3, 8).to("meta"),
+        "output_block_scale.device",
+    ),
     "nvfp4 remainder": (out(FP4_DTYPE, 3, 4), ONE, out(FP8_DTYPE, 3, 1), "output.shape"),
 }
 
@@ -127,6 +135,33 @@ def test_arguments_of_no_key_are_refused(case: str) -> None:
     output, scale, block_scale, name = REFUSED[case]
     with pytest.raises(ValueError, match=f"^{name}.*: got .*; allowed: "):
         output_quant_key(output, scale, block_scale)
+
+
+@pytest.mark.parametrize(
+    ("key", "output", "scale", "block_scale", "name"),
+    [
+        (None, out(FP8_DTYPE, 3, 128), ONE, None, "key"),
+        (kFp8StaticTensorSym, out(FP8_DTYPE, 3, 128), None, None, "output_scale"),
+        (kFp8StaticTensorSym, out(FP8_DTYPE, 3, 64), ONE, None, "output.shape"),
+        (kFp8StaticTensorSym, out(torch.float16, 3, 128), ONE, None, "output.dtype"),
+        (kFp8Dynamic128Sym, out(FP8_DTYPE, 3, 128), None, None, "output_block_scale"),
+        (
+            kFp8Dynamic64Sym,
+            out(FP8_DTYPE, 3, 128),
+            None,
+            torch.zeros(3, 1),
+            "output_block_scale.shape",
+        ),
+        (kNvfp4Dynamic, out(FP4_DTYPE, 3, 64), None, out(FP8_DTYPE, 3, 8), "output_scale"),
+    ],
+)
+def test_a_result_is_quantised_into_what_its_key_asks_for(
+    key: Any, output: Any, scale: Any, block_scale: Any, name: str
+) -> None:
+    before = output.clone()
+    with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: "):
+        quantize_output(torch.ones(3, 128), key, output, scale, block_scale)
+    assert torch.equal(output.view(torch.uint8), before.view(torch.uint8))
 
 
 def nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,9 @@ def test_nothing_fits_and_the_error_lists_every_backend_with_every_reason(regist
             "attention sinks not supported",
             "sliding window not supported",
         ]
-        assert report.verdict(name).remedy == ("ask with has_sink=False, has_sliding_window=False")
+        assert report.verdict(name).remedy == (
+            "eligible with has_sink=False, has_sliding_window=False"
+        )
 
 
 def test_a_failed_plugin_is_a_row_with_its_way_out(workshop) -> None:
@@ -265,6 +267,8 @@ def test_a_refusal_is_not_remembered(registry, workshop) -> None:
 def test_a_request_that_is_none_is_refused(registry, wrong) -> None:
     with pytest.raises(ValueError, match=r"request: got .*; allowed: an AttentionRequest"):
         explain(wrong, registry=registry)
+    with pytest.raises(ValueError, match=r"request: got .*; allowed: an AttentionRequest"):
+        select_backend(wrong, registry=registry)
 
 
 @pytest.mark.parametrize("wrong", ["", 3])
@@ -292,7 +296,7 @@ def test_the_table_shows_each_backend_and_fits_the_page(registry) -> None:
     by_name = {line.split()[0]: line.split() for line in lines if line}
     assert " ".join(by_name["ABLE"]) == "ABLE chosen attnmux-able 1.0 can serve it; priority 0"
     assert by_name["HIGH"][:5] == ["HIGH", "refused", "attnmux-high", "1.0", "batch"]
-    assert "-> ask with use_batch_invariant=False" in text
+    assert "-> eligible with use_batch_invariant=False" in text
     assert max(map(len, lines)) <= 100
 
 
@@ -303,7 +307,7 @@ def test_the_json_has_the_same_facts(registry) -> None:
     assert data["request"]["dtype"] == "bfloat16"
     high = next(v for v in data["verdicts"] if v["name"] == "HIGH")
     assert high["reasons"][0]["reason"] == "batch invariance not supported"
-    assert high["remedy"] == "ask with use_batch_invariant=False"
+    assert high["remedy"] == "eligible with use_batch_invariant=False"
     assert high["distribution"] == "attnmux-high"
 
 

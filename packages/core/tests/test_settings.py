@@ -62,6 +62,8 @@ def test_an_unknown_variable_is_warned_about_once_with_the_closest_name() -> Non
 def test_an_unknown_variable_close_to_none_lists_all() -> None:
     with pytest.warns(UserWarning, match="ATTNMUX_XYZZY.*known: ATTNMUX_BACKEND, ATTNMUX_PLUGINS"):
         read_settings({"ATTNMUX_XYZZY": "1"})
+    with pytest.warns(UserWarning, match="ATTNMUX_FOO.*known: "):  # the prefix alone is not close
+        read_settings({"ATTNMUX_FOO": "1"})
 
 
 def test_the_cache_key_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,11 @@ device and inside a captured graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
+import numpy as np
 import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -59,12 +62,31 @@ def check_sliding_window(window: int | None) -> None:
         )
 
 
+def check_scale(scale: object) -> float:
+    """Return the factor of the scores; a `ValueError` unless it is a finite number."""
+    if not isinstance(scale, Real) or not math.isfinite(scale):
+        raise bad_argument("scale", repr(scale), "a finite number")
+    return float(scale)
+
+
+def check_soft_cap(cap: object) -> None:
+    """Raise `ValueError` unless `cap` is None or 0 (no cap) or a finite positive number."""
+    if cap is not None and not (isinstance(cap, Real) and 0 <= float(cap) < math.inf):
+        raise bad_argument("logits_soft_cap", repr(cap), "None, 0 or a finite positive number")
+
+
 def check_alibi_slopes(slopes: Sequence[float] | torch.Tensor | None, num_heads: int) -> None:
     """Raise `ValueError` unless there is one slope for each query head, or none at all."""
-    if slopes is not None and len(slopes) != num_heads:
-        raise bad_argument(
-            "alibi_slopes", f"{len(slopes)} slopes", f"one for each of {num_heads} query heads"
-        )
+    if slopes is None:
+        return
+    allowed = f"one for each of {num_heads} query heads"
+    if isinstance(slopes, (torch.Tensor, np.ndarray)):
+        if slopes.ndim != 1:
+            raise bad_argument("alibi_slopes.shape", list(slopes.shape), f"[{num_heads}]")
+    elif not isinstance(slopes, Sequence) or not all(isinstance(slope, Real) for slope in slopes):
+        raise bad_argument("alibi_slopes", repr(slopes), allowed)
+    if len(slopes) != num_heads:
+        raise bad_argument("alibi_slopes", f"{len(slopes)} slopes", allowed)
 
 
 def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:

@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attnmux import settings as env
@@ -92,6 +92,40 @@ def resolve_options_in(
     return cls(**values)
 
 
+def checked_options(backend: str, options: object | None) -> object | None:
+    """The options for a backend's constructors: those given, or those that the environment sets.
+
+    Returns:
+        ``options`` when given; otherwise an instance made from ``ATTNMUX_OPT_<BACKEND>_*``, or
+        None when no such variable is set or no installed plugin has this backend.
+
+    Raises:
+        ValueError: options of another class than the plugin names, or a variable that cannot be
+            read.
+    """
+    if options is None:
+        prefix = variable_prefix(backend)
+        if not any(variable.startswith(prefix) for variable in os.environ):
+            return None
+    registry = get_registry()
+    entry = registry.backends().get(backend)
+    if entry is None or entry.info is None:
+        return options
+    if options is None:
+        # CPU_MLA's prefix begins the variables of CPU_MLA_SPARSE too.
+        names = [each.name for each in registry.entries() if each.info is not None]
+        if not _variables_of(backend, names, os.environ):
+            return None
+        return resolve_options_in(registry, backend, {})  # type: ignore[no-any-return]
+    cls = options_class(entry.info)
+    if cls is not None and not isinstance(options, cls):
+        raise ValueError(
+            f"options: got {options!r}; allowed: {cls.__name__}, "
+            f"as attnmux.resolve_options({backend!r}, ...) makes it"
+        )
+    return options
+
+
 def describe_options(info: BackendInfo) -> tuple[OptionField, ...]:
     """The options of a backend, in the order of their fields; empty when it has none.
 
@@ -128,9 +162,33 @@ def warn_unknown_option_variables(
         if variable.startswith(env.OPTION_PREFIX) and _owner(variable, names) is None:
             env.warn_once(
                 variable,
-                f"{variable} is set, but no known backend has options of that name "
-                f"(backends: {', '.join(names) or 'none'})",
+                unowned_variable(variable, names),
             )
+
+
+def unowned_variable(variable: str, backends: Sequence[str]) -> str:
+    """One sentence about an ``ATTNMUX_OPT_*`` variable that belongs to no known backend."""
+    return (
+        f"{variable} is set, but no known backend has options of that name "
+        f"(backends: {', '.join(backends) or 'none'})"
+    )
+
+
+def option_problems(registry: Registry) -> list[str]:
+    """One sentence for each option in the environment that is misspelt or cannot be read."""
+    usable = [entry for entry in registry.entries() if entry.usable and entry.info is not None]
+    known = [entry.name for entry in registry.entries() if entry.info is not None]
+    problems = [
+        unowned_variable(variable, known)
+        for variable in env.attnmux_variables()
+        if variable.startswith(env.OPTION_PREFIX) and _owner(variable, known) is None
+    ]
+    for entry in usable:
+        try:
+            resolve_options_in(registry, entry.name, {})
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def options_class(info: BackendInfo) -> type[Any] | None:

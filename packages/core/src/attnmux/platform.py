@@ -41,9 +41,10 @@ def device_capability(device: torch.device | str) -> DeviceCapability:
     device = torch.device(device)
     if device.type != "cuda":
         return CPU_CAPABILITY
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
         raise ValueError(
-            f"device: got {device}; allowed: a device that torch can see (torch sees no GPU); "
+            f"device: got {device}; allowed: a device that torch can see (it sees {count} GPUs); "
             "to ask about a GPU from afar, give device_capability as well"
         )
     return DeviceCapability(*torch.cuda.get_device_capability(device))

@@ -12,7 +12,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import torch
 
-from attnmux.checks import bad_argument, check_tensor
+from attnmux.checks import bad_argument, check_in, check_tensor
 
 FP8_DTYPE: Final = torch.float8_e4m3fn
 FP4_DTYPE: Final = torch.uint8
@@ -117,6 +117,10 @@ def output_quant_key(
     Raises:
         ValueError: The three do not belong to any of the four keys.
     """
+    check_tensor("output", output)
+    for name, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+        if scale is not None:
+            check_tensor(name, scale, device=output.device)
     if output.dtype in (torch.float16, torch.bfloat16, torch.float32):
         if output_scale is not None or output_block_scale is not None:
             raise bad_argument(
@@ -199,14 +203,19 @@ def quantize_output(
     """Quantise attention's result into `output`, in plain torch: the definition of the four keys.
 
     Args:
-        values: float32 ``[num_tokens, hidden]``.
+        values: float32 ``[num_tokens, hidden]``; of any shape with one scale for the tensor.
         key: One of `OUTPUT_QUANT_KEYS`, as `output_quant_key` found it.
-        output: Written. ``[num_tokens, hidden]`` fp8, or ``[num_tokens, hidden / 2]`` uint8.
+        output: Written. Shaped as `values` in fp8, or ``[num_tokens, hidden / 2]`` uint8.
         output_scale: As in `output_quant_key`.
         output_block_scale: Written for the three dynamic keys.
 
     A dynamic group of zeros gets the smallest positive scale, so that nothing divides by zero.
+
+    Raises:
+        ValueError: The key is none of the four, or what it needs is not there.
     """
+    check_in("key", key, OUTPUT_QUANT_KEYS)
+    _check_written(values, key, output, output_scale, output_block_scale)
     if key == kFp8StaticTensorSym:
         assert output_scale is not None
         output.copy_(saturating_cast(values / output_scale, FP8_DTYPE))
@@ -226,6 +235,26 @@ def quantize_output(
     scale = (amax / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     output_block_scale.copy_(scale)
     output.copy_(saturating_cast((groups / scale.unsqueeze(-1)).flatten(-2), FP8_DTYPE))
+
+
+def _check_written(
+    values: torch.Tensor,
+    key: QuantKey,
+    output: torch.Tensor,
+    scale: torch.Tensor | None,
+    block_scale: torch.Tensor | None,
+) -> None:
+    if key != kFp8StaticTensorSym:  # groups are counted over all heads of a token
+        check_tensor("values", values, shape=("num_tokens", "hidden"))
+    *rows, hidden = values.shape
+    width = hidden // 2 if key == kNvfp4Dynamic else hidden
+    check_tensor("output", output, shape=(*rows, width), dtype=key.dtype)
+    if key in (kFp8StaticTensorSym, kNvfp4Dynamic):
+        _check_scalar("output_scale", scale)
+    if key != kFp8StaticTensorSym:
+        groups = hidden // key.scale.group_shape.col
+        shape, dtype = (*rows, groups), key.scale.dtype
+        check_tensor("output_block_scale", block_scale, shape=shape, dtype=dtype)
 
 
 # Halfway points between 0, 0.5, 1, 1.5, 2, 3, 4, 6. A tie goes to the even code, so three of the

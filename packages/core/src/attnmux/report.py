@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnmux.request import AttentionRequest
 
 
-ASK_WITH = "ask with "
+ASK_WITH = "eligible with "
 """How the remedy of a flag begins."""
 
 

@@ -19,6 +19,7 @@ from attnmux import settings as env
 from attnmux.abc.backend import AttentionBackend
 from attnmux.capability import TELL_AUTHORS, raised, reasons_against, untaken_arguments
 from attnmux.checks import bad_argument
+from attnmux.options import warn_unknown_option_variables
 from attnmux.platform import DeviceCapability, device_capability
 from attnmux.plugins.catalogue import BackendEntry
 from attnmux.plugins.failures import PluginFailure
@@ -82,6 +83,7 @@ def select_backend(
     Raises:
         SelectionError: nothing fits, or the backend asked for does not; the text is the report.
     """
+    _check_request(request)
     registry = get_registry() if registry is None else registry
     remembered = _choices.get(registry)
     if remembered is None:
@@ -105,6 +107,7 @@ def explain(
     """
     _check_request(request)
     registry = get_registry() if registry is None else registry
+    warn_unknown_option_variables(registry)
     wish = _strongest_wish(backend)
     verdicts = [_judge(entry, request, registry) for entry in registry.entries()]
     if wish.name is None:
@@ -144,8 +147,8 @@ def _check_request(request: object) -> None:
 def _select(
     request: AttentionRequest, keyword: str | None, registry: Registry
 ) -> type[AttentionBackend]:
-    _check_request(request)
     wish = _strongest_wish(keyword)
+    warn_unknown_option_variables(registry)
     entry = registry.backends().get(wish.name) if wish.name is not None else None
     if entry is not None and _judge(entry, request, registry).eligible:
         # A forced backend is asked alone: no other one is imported for it.

@@ -107,8 +107,10 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
     for name in attnmux_variables(environ):
         if name in KNOWN_VARIABLES or name.startswith(OPTION_PREFIX):
             continue
-        close = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)
-        found[name] = close[0] if close else ""
+        # Without the prefix, which would make every name look close to every other.
+        endings = [known.removeprefix(PREFIX) for known in KNOWN_VARIABLES]
+        close = difflib.get_close_matches(name.removeprefix(PREFIX), endings, n=1)
+        found[name] = PREFIX + close[0] if close else ""
     return found
 
 

@@ -96,16 +96,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         lowers it to 1 unless the backend takes several lengths there.
         """
         self.reorder_batch_threshold = reorder_batch_threshold
-        speculative = self.vllm_config.speculative_config
-        if (
-            reorder_batch_threshold is not None
-            and supports_spec_as_decode
-            and speculative is not None
-            and speculative.num_speculative_tokens is not None
-        ):
-            drafts = speculative.num_speculative_tokens
-            longest_decode = 1 + (2 if speculative.parallel_drafting else 1) * drafts
-            self.reorder_batch_threshold = max(reorder_batch_threshold, longest_decode)
+        if reorder_batch_threshold is not None and supports_spec_as_decode:
+            speculative = self.vllm_config.speculative_config
+            if speculative is not None and speculative.num_speculative_tokens is not None:
+                drafts = speculative.num_speculative_tokens
+                longest_decode = 1 + (2 if speculative.parallel_drafting else 1) * drafts
+                self.reorder_batch_threshold = max(reorder_batch_threshold, longest_decode)
         dcp_size = self.vllm_config.parallel_config.decode_context_parallel_size
         if dcp_size > 1 and not supports_dcp_with_varlen:
             self.reorder_batch_threshold = 1

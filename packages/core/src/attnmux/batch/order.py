@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attnmux.abc.metadata import CommonAttentionMetadata
-from attnmux.batch.lengths import Lengths, on_host
+from attnmux.batch.lengths import Lengths, integers, on_host
 from attnmux.checks import bad_argument, check_positive
 
 
@@ -45,13 +45,15 @@ def classify_requests(
         ValueError: An argument is on a device, or their lengths differ.
     """
     check_positive("decode_threshold", decode_threshold)
-    query = on_host("query_lens", query_lens)
-    computed = on_host("num_computed_tokens", num_computed_tokens)
+    query = integers("query_lens", query_lens)
+    computed = integers("num_computed_tokens", num_computed_tokens)
     prefilling = (
         np.zeros(query.shape, dtype=bool)
         if is_prefilling is None
         else on_host("is_prefilling", is_prefilling).astype(bool)
     )
+    if query.ndim != 1 or (query < 0).any():
+        raise bad_argument("query_lens", query_lens, "one length of at least 0 a request")
     if not query.shape == computed.shape == prefilling.shape:
         raise bad_argument(
             "num_computed_tokens, is_prefilling",
@@ -99,8 +101,9 @@ def split_decodes_and_prefills(
     Only the host's copy of the query lengths is read. Requests after the first longer one count as
     prefills, short ones too.
     """
+    check_positive("decode_threshold", decode_threshold)
     batch = common_attn_metadata
-    start = batch.query_start_loc_cpu.numpy()
+    start = batch.query_start_loc_cpu.numpy()[: batch.num_reqs + 1]
     query_lens = np.diff(start)
     if require_uniform and query_lens.size:
         fits = (query_lens == query_lens[0]) | (query_lens == 0)
@@ -140,9 +143,9 @@ def split_by_kind(
     batch = common_attn_metadata
     if batch.seq_lens_cpu_upper_bound is None:
         raise bad_argument("seq_lens_cpu_upper_bound", None, "the host's bound of seq_lens")
-    start = batch.query_start_loc_cpu.numpy()
+    start = batch.query_start_loc_cpu.numpy()[: batch.num_reqs + 1]
     query_lens = np.diff(start)
-    computed = batch.seq_lens_cpu_upper_bound.numpy() - query_lens
+    computed = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs] - query_lens
     kinds = classify_requests(query_lens, computed, batch.is_prefilling, decode_threshold)
     end = int(np.flatnonzero(query_lens).max(initial=-1)) + 1
     kinds[end:] = np.maximum(kinds[end:], kinds[end - 1] if end else RequestKind.DECODE)

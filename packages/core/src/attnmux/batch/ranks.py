@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.checks import bad_argument, check_positive
+from attnmux.checks import bad_argument, check_index_dtype, check_positive, check_tensor
 
 
 def dcp_local_seq_lens(
@@ -26,7 +26,9 @@ def dcp_local_seq_lens(
     """
     check_positive("dcp_world_size", dcp_world_size)
     check_positive("interleave", interleave)
-    if not 0 <= dcp_rank < dcp_world_size:
+    check_tensor("seq_lens", seq_lens)
+    check_index_dtype("seq_lens", seq_lens)
+    if dcp_rank not in range(dcp_world_size):
         raise bad_argument("dcp_rank", dcp_rank, f"0 to {dcp_world_size - 1}")
     whole_rounds = seq_lens // (interleave * dcp_world_size)
     rest = seq_lens - whole_rounds * (interleave * dcp_world_size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -72,10 +74,23 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show warnings as sentences: where in attnmux they arose helps nobody at a prompt."""
+    kept = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = kept
+
+
 @main.callback()
 def _main(
+    ctx: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print versions and exit."
     ),
 ) -> None:
     """Attention backends: what is installed, which one serves a model, and whether it is right."""
+    ctx.with_resource(_plain_warnings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 import sys
@@ -16,6 +17,7 @@ from attnmux import settings as env
 from attnmux._contract import contract_text
 from attnmux.cli.output import clean_stdout, print_json
 from attnmux.cli.requirements import Mismatch, installed_version, mismatches
+from attnmux.options import option_problems
 from attnmux.plugins import BackendEntry, Registry, get_registry
 from attnmux.table import Row, table_lines, wrapped
 
@@ -82,6 +84,7 @@ def examine(registry: Registry) -> Examination:
     distributions = {"attnmux", *(o.distribution for o in origins if o.distribution)}
     _look_at_versions(found, distributions)
     _look_at_backends(found, registry)
+    _look_at_wishes(found, registry)
     return found
 
 
@@ -145,6 +148,21 @@ def _look_at_backends(found: Examination, registry: Registry) -> None:
         found.backends.append(_examined(found, registry, entry, here))
     if not any(entry.usable for entry in registry.entries()):
         found.advice.append("install a backend; for the CPU: pip install attnmux-cpu")
+
+
+def _look_at_wishes(found: Examination, registry: Registry) -> None:
+    """Settings that can be read, and yet ask for what is not there."""
+    wanted = env.read_settings().backend
+    usable = [entry.name for entry in registry.entries() if entry.usable]
+    if wanted is not None and wanted not in usable:
+        close = difflib.get_close_matches(wanted.casefold(), map(str.casefold, usable), n=1)
+        hint = next((name for name in usable if name.casefold() in close), "")
+        found.variables[env.BACKEND] += "   MISMATCH: no usable backend has this name"
+        found.advice.append(
+            f"unset {env.BACKEND}, or set it to {hint or ' | '.join(usable) or 'nothing'}: "
+            f"{wanted!r} is no usable backend, so every selection fails"
+        )
+    found.advice += [f"repair the setting: {problem}" for problem in option_problems(registry)]
 
 
 def _examined(

@@ -75,17 +75,45 @@ def explain(
     soft_cap: Annotated[
         float | None, typer.Option(help="Cap of the scores.", rich_help_panel=_LAYER)
     ] = None,
-    sinks: Annotated[bool, typer.Option("--sinks", rich_help_panel=_LAYER)] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", rich_help_panel=_LAYER)] = False,
-    alibi_sqrt: Annotated[bool, typer.Option("--alibi-sqrt", rich_help_panel=_LAYER)] = False,
+    sinks: Annotated[
+        bool, typer.Option("--sinks", help="Attention sinks.", rich_help_panel=_LAYER)
+    ] = False,
+    alibi: Annotated[
+        bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_LAYER)
+    ] = False,
+    alibi_sqrt: Annotated[
+        bool,
+        typer.Option(
+            "--alibi-sqrt",
+            help="ALiBi in its square-root form.",
+            rich_help_panel=_LAYER,
+        ),
+    ] = False,
     mla: Annotated[
         bool, typer.Option("--mla", help="Latent attention.", rich_help_panel=_LAYER)
     ] = False,
-    sparse: Annotated[bool, typer.Option("--sparse", rich_help_panel=_LAYER)] = False,
-    mm_prefix: Annotated[bool, typer.Option("--mm-prefix", rich_help_panel=_LAYER)] = False,
-    non_causal: Annotated[bool, typer.Option("--non-causal", rich_help_panel=_LAYER)] = False,
+    sparse: Annotated[
+        bool,
+        typer.Option(
+            "--sparse",
+            help="Sparse latent attention over top-k tokens (with --mla).",
+            rich_help_panel=_LAYER,
+        ),
+    ] = False,
+    mm_prefix: Annotated[
+        bool, typer.Option("--mm-prefix", help="Multimodal prefix ranges.", rich_help_panel=_LAYER)
+    ] = False,
+    non_causal: Annotated[
+        bool,
+        typer.Option("--non-causal", help="Decoder without a causal mask.", rich_help_panel=_LAYER),
+    ] = False,
     per_request_causal: Annotated[
-        bool, typer.Option("--per-request-causal", rich_help_panel=_LAYER)
+        bool,
+        typer.Option(
+            "--per-request-causal",
+            help="Causal or not, request by request.",
+            rich_help_panel=_LAYER,
+        ),
     ] = False,
     rswa: Annotated[
         bool, typer.Option("--rswa", help="Reference sliding window.", rich_help_panel=_LAYER)
@@ -93,12 +121,23 @@ def explain(
     lse: Annotated[
         bool, typer.Option("--lse", help="Log-sum-exp out.", rich_help_panel=_LAYER)
     ] = False,
-    kv_sharing: Annotated[bool, typer.Option("--kv-sharing", rich_help_panel=_LAYER)] = False,
+    kv_sharing: Annotated[
+        bool,
+        typer.Option("--kv-sharing", help="Reads another layer's cache.", rich_help_panel=_LAYER),
+    ] = False,
     per_head_scales: Annotated[
-        bool, typer.Option("--per-head-scales", rich_help_panel=_LAYER)
+        bool,
+        typer.Option(
+            "--per-head-scales", help="A cache scale for each KV head.", rich_help_panel=_LAYER
+        ),
     ] = False,
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", rich_help_panel=_LAYER)
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Bits that do not depend on the batch.",
+            rich_help_panel=_LAYER,
+        ),
     ] = False,
     dcp: Annotated[
         bool, typer.Option("--dcp", help="Decode context parallelism.", rich_help_panel=_LAYER)
@@ -106,9 +145,19 @@ def explain(
     pcp: Annotated[
         bool, typer.Option("--pcp", help="Prefill context parallelism.", rich_help_panel=_LAYER)
     ] = False,
-    kv_connector: Annotated[bool, typer.Option("--kv-connector", rich_help_panel=_LAYER)] = False,
+    kv_connector: Annotated[
+        bool,
+        typer.Option(
+            "--kv-connector", help="Cache blocks are moved by a connector.", rich_help_panel=_LAYER
+        ),
+    ] = False,
     adaptive_verification: Annotated[
-        bool, typer.Option("--adaptive-verification", rich_help_panel=_LAYER)
+        bool,
+        typer.Option(
+            "--adaptive-verification",
+            help="Drafts are shortened on the device.",
+            rich_help_panel=_LAYER,
+        ),
     ] = False,
 ) -> None:
     """Say which backend serves a layer (by options) or a model (by --config), and why.

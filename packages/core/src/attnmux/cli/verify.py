@@ -33,8 +33,10 @@ def verify(
 ) -> None:
     """Check that backends do what they declare, and refuse what they do not.
 
-    Each backend is asked what it supports. What it declares is run against exact answers in
-    float64; what it declines must be refused with a reason. Exit code 1: something FAILED.
+    Each backend is asked what it supports. What it declares is run against exact
+    answers in float64; what it declines must be refused with a reason.
+
+    Exit code 1: something FAILED.
     """
     with user_errors():
         check_in("--level", level, ("quick", "full"))

@@ -88,10 +88,13 @@ def allocate(
         device: Where the buffer is kept.
 
     Raises:
-        ValueError: Layers whose pages differ cannot be kept in a layout that interleaves layers
-            inside a page, or in one that cuts a page in two.
+        ValueError: `num_blocks` is not positive, `layout` is no `KVCacheLayout`, or layers whose
+            pages differ cannot be kept in it: it interleaves layers inside a page, or cuts a page
+            in two.
     """
     check_positive("num_blocks", num_blocks)
+    if not isinstance(layout, KVCacheLayout):
+        raise bad_argument("layout", repr(layout), "a KVCacheLayout, as resolve_layout returns it")
     kept = {name: spec for name, spec in specs.items() if spec.page_size_bytes}
     _check_mixed(kept, layout)
     page_bytes = {name: _aligned_page(spec, kept) for name, spec in kept.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.checks import bad_argument, check_index_dtype, check_tensor
+from attnmux.checks import bad_argument, check_index_dtype, check_positive, check_tensor
 from attnmux.kv_cache.dtypes import SCALE_BYTES, KVQuantMode, cache_dtype_handler, scale_offset
 
 
@@ -20,9 +20,22 @@ def split_kv(
 
     Returns:
         ``[num_blocks, num_kv_heads, block_size, head_size]`` and the same with `head_size_v`.
+
+    Raises:
+        ValueError: The rows are shorter than the two.
     """
-    end = head_size + (head_size if head_size_v is None else head_size_v)
+    end = _values_end(kv_cache, head_size, head_size_v)
+    if kv_cache.shape[-1] < end:
+        raise bad_argument("kv_cache.shape[-1]", kv_cache.shape[-1], f"at least {end}")
     return kv_cache[..., :head_size], kv_cache[..., head_size:end]
+
+
+def _values_end(kv_cache: torch.Tensor, head_size: int, head_size_v: int | None) -> int:
+    check_tensor("kv_cache", kv_cache)
+    check_positive("head_size", head_size)
+    if head_size_v is not None:
+        check_positive("head_size_v", head_size_v)
+    return head_size + (head_size if head_size_v is None else head_size_v)
 
 
 def per_token_head_scales(
@@ -43,7 +56,9 @@ def per_token_head_scales(
     Raises:
         ValueError: The rows are too short, or not aligned to 4 bytes.
     """
-    offset = scale_offset(head_size + (head_size if head_size_v is None else head_size_v))
+    offset = scale_offset(_values_end(kv_cache, head_size, head_size_v))
+    if kv_cache.dtype.itemsize != 1:
+        raise bad_argument("kv_cache.dtype", kv_cache.dtype, "a dtype of 8 bits")
     end = offset + 2 * SCALE_BYTES
     if kv_cache.shape[-1] < end:
         raise bad_argument("kv_cache.shape[-1]", kv_cache.shape[-1], f"at least {end}")
@@ -80,6 +95,11 @@ def write_mla_cache(
     """
     from attnmux.quant import saturating_cast
 
+    check_tensor("kv_c_normed", kv_c_normed, shape=("num_tokens", "kv_lora_rank"))
+    if not kv_c_normed.dtype.is_floating_point:
+        raise bad_argument("kv_c_normed.dtype", kv_c_normed.dtype, "a floating-point dtype")
+    check_tensor("k_pe", k_pe)
+    check_tensor("slot_mapping", slot_mapping)
     latent, rope = kv_c_normed.shape[-1], k_pe.shape[-1]
     handler = cache_dtype_handler(kv_cache_dtype)
     if handler.row_size is not None or handler.quant_mode not in (
@@ -93,11 +113,16 @@ def write_mla_cache(
     storage = handler.resolve_storage_dtype(kv_c_normed.dtype)
     check_tensor("kv_cache", kv_cache, dtype=storage, device=kv_c_normed.device)
     check_tensor("k_pe", k_pe, shape=(kv_c_normed.shape[0], rope), dtype=kv_c_normed.dtype)
+    if handler.quant_mode != KVQuantMode.NONE:
+        check_tensor("k_scale", k_scale, dtype=torch.float32)
     check_index_dtype("slot_mapping", slot_mapping)
     if slot_mapping.ndim != 1 or slot_mapping.shape[0] > kv_c_normed.shape[0]:
         raise bad_argument(
             "slot_mapping.shape", list(slot_mapping.shape), f"[at most {kv_c_normed.shape[0]}]"
         )
+    num_slots = kv_cache.shape[0] * kv_cache.shape[2]
+    if slot_mapping.device.type == "cpu" and (slot_mapping >= num_slots).any():
+        raise bad_argument("slot_mapping", int(slot_mapping.max()), f"below {num_slots}")
     rows = torch.cat([kv_c_normed, k_pe], dim=-1)[: slot_mapping.shape[0]]
     if handler.quant_mode == KVQuantMode.FP8_PER_TENSOR:
         rows = saturating_cast(rows.float() / k_scale, storage)

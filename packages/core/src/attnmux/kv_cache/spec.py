@@ -72,6 +72,8 @@ class AttentionSpec(KVCacheSpec):
         check_positive("head_size", self.head_size)
         if self.head_size_v is not None:
             check_positive("head_size_v", self.head_size_v)
+        if not isinstance(self.dtype, torch.dtype):
+            raise bad_argument("dtype", repr(self.dtype), "a torch.dtype")
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise bad_argument(
                 "page_size_padded", self.page_size_padded, f"at least {self.real_page_size_bytes}"
@@ -94,6 +96,8 @@ class AttentionSpec(KVCacheSpec):
             ValueError: No such cache dtype, or a size is not positive.
         """
         handler = cache_dtype_handler(kv_cache_dtype)
+        if handler.row_size is not None and not issubclass(cls, MLAAttentionSpec):
+            raise bad_argument("kv_cache_dtype", repr(kv_cache_dtype), "a dtype that is not latent")
         return cls(
             block_size=block_size,
             num_kv_heads=num_kv_heads,
@@ -155,6 +159,8 @@ class FullAttentionSpec(AttentionSpec):
         """Refuse a window together with chunks."""
         super().__post_init__()
         check_sliding_window(self.sliding_window)
+        if self.attention_chunk_size is not None:
+            check_positive("attention_chunk_size", self.attention_chunk_size)
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise bad_argument(
                 "attention_chunk_size", self.attention_chunk_size, "None beside a sliding window"

@@ -265,7 +265,7 @@ def _rank_lists(
         )
     if tp_size % dcp_size:
         raise bad_argument("dcp_size", dcp_size, f"a divisor of tensor_parallel_size = {tp_size}")
-    ranks = torch.arange(world_size).view(-1, pcp_size, tp_size)
+    ranks = torch.arange(world_size, device="cpu").view(-1, pcp_size, tp_size)
     dcp_ranks: list[list[int]] = ranks.reshape(-1, dcp_size).tolist()
     pcp_ranks: list[list[int]] = ranks.transpose(1, 2).reshape(-1, pcp_size).tolist()
     return dcp_ranks, pcp_ranks

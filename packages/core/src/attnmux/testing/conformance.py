@@ -42,6 +42,20 @@ class BackendConformance:
     seed: ClassVar[int] = 0
     known_failures: ClassVar[dict[str, str]] = {}
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Refuse a subclass that puts something in the place of a standard test.
+
+        Raises:
+            TypeError: it does; a scenario that fails goes into `known_failures`.
+        """
+        super().__init_subclass__(**named)
+        taken = [name for name in STANDARD_TESTS if name in vars(cls)]
+        if taken:
+            raise TypeError(
+                f"{cls.__name__}.{taken[0]}: standard tests are neither removed nor overridden; "
+                "what is known to fail goes into known_failures"
+            )
+
     def test_conforms(self, attnmux_scenario: str) -> None:
         """One scenario or behaviour of the kit.
 
@@ -84,7 +98,7 @@ class BackendConformance:
                 pytest.fail(f"known_failures: {name!r} has no reason")
 
     def test_standard_tests_are_whole(self) -> None:
-        """The subclass took no standard test away and put nothing else in its place.
+        """No standard test was taken away or replaced, here or in a class between.
 
         To repair a failure: remove the override; a scenario that fails goes into `known_failures`.
         """

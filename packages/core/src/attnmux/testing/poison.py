@@ -72,6 +72,8 @@ def _poisoning(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(real)
     def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = real(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return tensor  # a compiler traces the call itself, and would trip over the poison
         return poison_(tensor) if tensor.numel() and tensor.dtype.is_floating_point else tensor
 
     return allocate

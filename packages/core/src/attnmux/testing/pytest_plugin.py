@@ -27,7 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(
             f"{metafunc.definition.nodeid}: {_PARAMETER} is for subclasses of BackendConformance"
         )
-    names = scenarios_of(cls) if cls.backend else []
+    if not cls.backend:
+        raise pytest.UsageError(f"{cls.__name__}: set `backend` to the name of a backend")
+    names = scenarios_of(cls)
     metafunc.parametrize(_PARAMETER, names, ids=names)
 
 

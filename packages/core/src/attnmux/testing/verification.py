@@ -19,7 +19,7 @@ from attnmux.testing.declared import Declared
 from attnmux.testing.generate import LEVELS, recipes
 from attnmux.testing.kit import Target, guarded_outcome, run_recipe
 from attnmux.testing.matrix import Matrix
-from attnmux.testing.mla_kit import mla_names, mla_outcomes
+from attnmux.testing.mla.kit import mla_names, mla_outcomes
 from attnmux.testing.outcome import NonConformanceError, Outcome, State
 
 DECLARATIONS = "declarations"
@@ -186,5 +186,5 @@ def _check_device(device: str) -> None:
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> ValueError:
-    close = difflib.get_close_matches(name, known, n=3)
+    close = difflib.get_close_matches(name, known, n=3) or known[:3]
     return bad_argument("scenario", repr(name), f"one of {len(known)}, such as {', '.join(close)}")

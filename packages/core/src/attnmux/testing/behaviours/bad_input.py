@@ -36,7 +36,12 @@ class _BadLayer:
             if reasons := reasons_against(target.backend, request):
                 return State.DECLINED, tuple(str(reason) for reason in reasons)
         bad = self.change(scenario)
-        arguments: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "sinks": None}
+        arguments: dict[str, Any] = {
+            "scale": 1.0,
+            "alibi_slopes": None,
+            "sinks": None,
+            "options": target.options,
+        }
         arguments.update(self.given(bad))
         _expect_error(self.named, lambda: make_impl(target.backend, bad, **arguments))
         return PROVED

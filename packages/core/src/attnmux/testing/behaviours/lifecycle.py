@@ -114,7 +114,14 @@ def _run_steps(target: Target, scenario: Scenario) -> None:
     layer = Layer.with_scales(one, one, device)
     builder = make_builder(target.backend, scenario, device, target.options)
     scale = scenario.head_size**-0.5
-    impl = make_impl(target.backend, scenario, scale=scale, alibi_slopes=None, sinks=None)
+    impl = make_impl(
+        target.backend,
+        scenario,
+        scale=scale,
+        alibi_slopes=None,
+        sinks=None,
+        options=target.options,
+    )
     start = 0
     for length in chunks:
         end = start + length

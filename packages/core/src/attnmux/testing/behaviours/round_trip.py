@@ -68,7 +68,14 @@ class _attempt_for:  # noqa: N801 - used as a function that remembers its dtype
             slots = torch.tensor([2 * block_size, -1, block_size], device=target.device)
             content = CacheContent(size, size, self.name)
             one = torch.ones(1)
-            impl = make_impl(target.backend, scenario, scale=1.0, alibi_slopes=None, sinks=None)
+            impl = make_impl(
+                target.backend,
+                scenario,
+                scale=1.0,
+                alibi_slopes=None,
+                sinks=None,
+                options=target.options,
+            )
             layer = Layer.with_scales(one, one, target.device)
             impl.do_kv_cache_update(layer, key, key, cache, slots)
             write_rows(expected, slots, key, key, content)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from attnmux.testing.mla_case import MlaCase
-from attnmux.testing.mla_reference import MlaReference, mla_reference, mla_reference_absorbed
-from attnmux.testing.mla_scenarios import MlaScenario
+from attnmux.testing.mla.case import MlaCase
+from attnmux.testing.mla.reference import MlaReference, mla_reference, mla_reference_absorbed
+from attnmux.testing.mla.scenarios import MlaScenario
 from attnmux.testing.outcome import NonConformanceError
 from attnmux.testing.paged_read import PLAIN_CACHE_DTYPES
 from attnmux.testing.tolerances import Budget, judge, judge_lse

@@ -12,9 +12,9 @@ from attnmux.selection import reasons_against
 from attnmux.testing.behaviours.behaviour import OTHER
 from attnmux.testing.declared import dtype_of
 from attnmux.testing.kit import Target, guarded_outcome
-from attnmux.testing.mla_refusals import Refusal, mla_refusals, run_mla_refusal
-from attnmux.testing.mla_run import run_mla_scenario
-from attnmux.testing.mla_scenarios import MlaScenario, mla_scenarios
+from attnmux.testing.mla.refusals import Refusal, mla_refusals, run_mla_refusal
+from attnmux.testing.mla.run import run_mla_scenario
+from attnmux.testing.mla.scenarios import MlaScenario, mla_scenarios
 from attnmux.testing.outcome import Outcome, State
 
 BAD_INPUT = "bad input"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from attnmux.abc.backend import AttentionBackend
-from attnmux.testing.mla_case import MlaCase, TopkIndexer, make_mla_case
-from attnmux.testing.mla_run import in_order_for, make_mla_builder, make_mla_impl
-from attnmux.testing.mla_scenarios import MlaScenario
+from attnmux.testing.mla.case import MlaCase, TopkIndexer, make_mla_case
+from attnmux.testing.mla.run import in_order_for, make_mla_builder, make_mla_impl
+from attnmux.testing.mla.scenarios import MlaScenario
 from attnmux.testing.outcome import NonConformanceError
 from attnmux.testing.poison import Watch
 from attnmux.testing.scenario import Request

@@ -16,8 +16,8 @@ from attnmux.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeCo
 from attnmux.create import create_builder, create_impl
 from attnmux.testing.case import copy_with_storage
 from attnmux.testing.declared import dtype_of
-from attnmux.testing.mla_case import MlaCase, make_mla_case, spec_of
-from attnmux.testing.mla_judging import (
+from attnmux.testing.mla.case import MlaCase, make_mla_case, spec_of
+from attnmux.testing.mla.judging import (
     Split,
     exact_absorbed,
     exact_uncompressed,
@@ -25,8 +25,8 @@ from attnmux.testing.mla_judging import (
     judged_lse,
     rows_are_rounded,
 )
-from attnmux.testing.mla_scenarios import MlaScenario
-from attnmux.testing.mla_tolerances import mla_budget
+from attnmux.testing.mla.scenarios import MlaScenario
+from attnmux.testing.mla.tolerances import mla_budget
 from attnmux.testing.outcome import NonConformanceError
 from attnmux.testing.paged_write import write_complaint, write_rows
 from attnmux.testing.poison import Watch, guarded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.testing.mla_reference import MlaReference
+from attnmux.testing.mla.reference import MlaReference
 from attnmux.testing.tolerances import FACTOR, Budget, unit_roundoff
 
 _ACCUMULATION = 8.0  # float32 roundoffs that a score's sum and its scaling may cost

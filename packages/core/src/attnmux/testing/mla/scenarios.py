@@ -1,7 +1,7 @@
 """Scenarios of latent attention: one step's batch and what is asked of it, as plain values.
 
 Which are run on a backend depends on what it declares: dtypes, cache dtypes, block sizes, layouts,
-sparse or dense, non-causal. `attnmux.testing.mla_run` runs them.
+sparse or dense, non-causal. `attnmux.testing.mla.run` runs them.
 """
 
 from __future__ import annotations

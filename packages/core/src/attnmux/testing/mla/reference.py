@@ -44,7 +44,7 @@ class MlaReference:
             what ``forward_mqa`` returns.
         lse: ``[num_tokens, num_heads]``, natural logarithm of the sum of ``exp(score)``; -inf for
             a row that sees no key (its output is 0), and for tokens of no request.
-        sizes: how large the terms of these sums are, for `attnmux.testing.mla_tolerances`.
+        sizes: how large the terms of these sums are, for `attnmux.testing.mla.tolerances`.
     """
 
     output: torch.Tensor | None

@@ -16,8 +16,8 @@ from attnmux.abc.metadata import CommonAttentionMetadata
 from attnmux.batch import make_metadata
 from attnmux.kv_cache import AttentionSpec, MLAAttentionSpec
 from attnmux.testing.declared import dtype_of
-from attnmux.testing.mla_reference import absorb_query, split_kv_b_weight
-from attnmux.testing.mla_scenarios import MlaScenario
+from attnmux.testing.mla.reference import absorb_query, split_kv_b_weight
+from attnmux.testing.mla.scenarios import MlaScenario
 from attnmux.testing.paged_read import SCALED_CACHE_DTYPES, CacheContent
 from attnmux.testing.paged_write import write_rows
 from attnmux.testing.poison import guarded, poison_
