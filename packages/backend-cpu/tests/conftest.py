@@ -107,11 +107,21 @@ class Built:
             self.layer, self.query, self.key, self.value, self.cache, metadata, self.new_output()
         )
 
+    def forward(self) -> torch.Tensor:
+        metadata = self.builder.build(0, self.batch)
+        return self.impl.forward(
+            self.layer, self.query, self.key, self.value, self.cache, metadata, self.new_output()
+        )
+
     def check(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update, attend and compare with the reference; return output and log-sum-exp."""
+        """Update, attend with and without log-sum-exp, compare both; return those of the first.
+
+        Without it, other kernels may run.
+        """
         self.update()
         output, lse = self.attend()
         self.compare(output, lse)
+        self.compare(self.forward())
         return output, lse
 
     def compare(self, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:

@@ -210,7 +210,7 @@ def test_strides_of_inputs_are_honoured(built, arrangement, attn_type, lens):
 def test_outputs_may_be_flat_or_strided(built):
     step = built(*MIXED)
     step.update()
-    want = step.attend()[0]
+    want = step.forward()
     metadata = step.builder.build(0, step.batch)
     arguments = (step.layer, step.query.flatten(1), step.key, step.value, step.cache, metadata)
     flat = torch.empty(want.shape[0], 128)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import attnmux
-from attnmux.config import EngineConfig
+from attnmux.config import EngineConfig, ModelConfig
 from attnmux.kv_cache import FullAttentionSpec
 from attnmux_cpu.backend import CPUAttentionBackend
-from attnmux_cpu.options import CPUAttentionOptions
+from attnmux_cpu.options import CPUAttentionOptions, CPUMLAOptions
 
 PLAIN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2}
 
@@ -31,6 +31,14 @@ IMPLS: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks.dtype"),
     ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
     ({"logits_soft_cap": float("nan")}, "logits_soft_cap"),
+    ({"logits_soft_cap": float("inf")}, "logits_soft_cap"),
+    ({"logits_soft_cap": "30"}, "logits_soft_cap"),
+    ({"scale": None}, "scale"),
+    ({"scale": float("nan")}, "scale"),
+    ({"alibi_slopes": 0.5}, "alibi_slopes"),
+    ({"alibi_slopes": torch.ones(4, 2)}, "alibi_slopes.shape"),
+    ({"alibi_slopes": torch.ones(4, device="meta")}, "alibi_slopes.device"),
+    ({"sinks": torch.zeros(4, device="meta")}, "sinks.device"),
     ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype"),
     ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
     ({"attn_type": "sideways"}, "attn_type"),
@@ -58,12 +66,19 @@ def test_context_parallelism_is_refused(monkeypatch, name):
     ("fields", "named"),
     [
         ({"workspace_bytes": 1000}, "workspace_bytes"),
+        ({"workspace_bytes": float(2 << 20)}, "workspace_bytes"),
+        ({"workspace_bytes": "2 MiB"}, "workspace_bytes"),
         ({"max_grouped_queries": 0}, "max_grouped_queries"),
     ],
 )
 def test_options_out_of_range(fields, named):
     with pytest.raises(ValueError, match=f"^{named}"):
         CPUAttentionOptions(**fields)
+
+
+def test_options_of_another_backend_are_refused_by_the_constructor():
+    with pytest.raises(ValueError, match=r"^options: got CPUMLAOptions"):
+        CPUAttentionBackend.get_impl_cls()(**PLAIN, options=CPUMLAOptions())
 
 
 # What replaces an argument of `forward`, given the right one, and what the error begins with.
@@ -77,6 +92,10 @@ FORWARD: list[tuple[str, Any, str]] = [
     ("query", lambda t: t.int(), "query.dtype"),
     ("query", lambda t: t.to("meta"), "query.device"),
     ("query", lambda t: None, "query"),
+    # Read from the cache instead, yet a wrong shape here was written there.
+    ("key", lambda t: t[:, :1], "key.shape"),
+    ("key", lambda t: t.int(), "key.dtype"),
+    ("value", lambda t: t[..., :16], "value.shape"),
     ("kv_cache", lambda t: None, "kv_cache"),
     ("kv_cache", lambda t: t[0], "kv_cache.shape"),
     ("kv_cache", lambda t: t[:, :1], "kv_cache.shape"),
@@ -94,6 +113,7 @@ FORWARD: list[tuple[str, Any, str]] = [
     ("output", lambda t: t.half(), "output.dtype"),
     ("output", lambda t: t.double(), "output.dtype"),
     ("output", lambda t: None, "output"),
+    ("output", lambda t: t[:1].expand(t.shape), r"output.stride\(\)"),
     ("metadata", lambda m: None, "attn_metadata"),
     ("metadata", lambda m: SimpleNamespace(), "attn_metadata"),
 ]
@@ -117,6 +137,17 @@ def test_arguments_of_forward(built, argument, change, named):
     with pytest.raises(ValueError, match=rf"^{named}: got .*; allowed: "):
         step.impl.forward(*arguments.values())
     assert output.isnan().all()
+
+
+@pytest.mark.parametrize("query", [None, torch.tensor(1.0)], ids=["none", "no dimensions"])
+def test_a_query_that_is_none_is_named_where_log_sum_exp_is_asked_for(built, query):
+    step = built([1, 5], [50, 20])
+    step.update()
+    with pytest.raises(ValueError, match=r"^query.*: got .*; allowed: "):
+        step.impl.forward_with_lse(
+            step.layer, query, step.key, step.value, step.cache,
+            step.builder.build(0, step.batch), step.new_output(),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
@@ -150,6 +181,7 @@ UPDATE: list[tuple[str, Any, str]] = [
     ("kv_cache", lambda t: t[:, :, :, :40], "kv_cache.shape"),
     ("kv_cache", lambda t: t.bfloat16(), "kv_cache.dtype"),
     ("kv_cache", lambda t: torch.empty(0), "kv_cache.shape"),
+    ("kv_cache", lambda t: t[:1].expand(t.shape), r"kv_cache.stride\(\)"),
     ("slots", lambda t: t.float(), "slot_mapping.dtype"),
     ("slots", lambda t: t.to(torch.int16), "slot_mapping.dtype"),
     ("slots", lambda t: t.unsqueeze(0), "slot_mapping.shape"),
@@ -226,6 +258,14 @@ BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"block_table_tensor": torch.full((2, 4), -1, dtype=torch.int32)}, "block_table"),
     ({"causal": torch.tensor([1, 0])}, "causal.dtype"),
     ({"causal": torch.tensor([True])}, "causal.shape"),
+    ({"causal": [True, False]}, "causal"),
+    ({"causal": None}, "causal"),
+    ({"num_reqs": -1}, "num_reqs"),
+    ({"mm_req_doc_ranges": [(0, 3)]}, "mm_req_doc_ranges"),
+    ({"mm_req_doc_ranges": {0: (0, 3)}}, "mm_req_doc_ranges"),
+    ({"mm_req_doc_ranges": {0: [(0, 3, 5)]}}, "mm_req_doc_ranges"),
+    ({"mm_req_doc_ranges": {0: [(0.5, 3)]}}, "mm_req_doc_ranges"),
+    ({"mm_req_doc_ranges": {"0": [(0, 3)]}}, "mm_req_doc_ranges"),
     ({"rswa_prefix_lens": torch.tensor([3, 3])}, "rswa_prefix_lens"),
     ({"mm_req_doc_ranges": {2: [(0, 3)]}}, "mm_req_doc_ranges"),
     ({"mm_req_doc_ranges": {0: [(3, 2)]}}, "mm_req_doc_ranges"),
@@ -245,6 +285,11 @@ def test_batches_that_do_not_fit(built, changes, named):
             step.builder.build(0, step.batch), output,
         )  # fmt: skip
     assert output.isnan().all()
+
+
+def test_a_batch_that_is_no_batch_is_named(built):
+    with pytest.raises(ValueError, match=r"^common_attn_metadata: got NoneType"):
+        built([1], [9]).builder.build(0, None)
 
 
 def test_a_bad_encoder_length_is_refused(built):
@@ -268,6 +313,10 @@ def test_builders_that_cannot_be():
     )
     with pytest.raises(ValueError, match=r"^device"):
         attnmux.create_builder(CPUAttentionBackend, spec, ["layer"], EngineConfig(), "meta")
+    for window in (0, -3):
+        config = EngineConfig(model_config=ModelConfig(rswa_window=window))
+        with pytest.raises(ValueError, match=r"^model_config.rswa_window"):
+            attnmux.create_builder(CPUAttentionBackend, spec, ["layer"], config, "cpu")
     chunked = FullAttentionSpec.for_layer(
         block_size=16,
         num_kv_heads=2,

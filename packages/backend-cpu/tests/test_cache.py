@@ -181,7 +181,7 @@ def test_a_write_touches_only_its_own_layer(built, layout):
 def test_a_layer_that_shares_a_cache_reads_and_never_writes(built):
     step = built(*MIXED)
     step.update()
-    own, lse = step.attend()
+    own, lse = step.check()
     sharing = attnmux.create_impl(
         CPUAttentionBackend,
         num_heads=4,

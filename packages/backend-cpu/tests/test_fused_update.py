@@ -116,6 +116,41 @@ def test_the_fused_forms_are_declared(built):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"kv_cache": None}, "kv_cache"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"q_weight": torch.ones(3)}, "q_weight"),
+        ({"k_out": None}, "k_out"),
+    ],
+    ids=str,
+)
+def test_nothing_is_normalised_or_written_when_an_argument_is_bad(built, changes, named):
+    step, pos = _step(built)
+    before = step.cache.clone()
+    q_out, k_out = torch.zeros_like(step.query), torch.zeros_like(step.key)
+    arguments = {
+        "qkv": torch.cat([t.flatten(1) for t in (step.query, step.key, step.value)], dim=-1),
+        "q_out": q_out,
+        "k_out": k_out,
+        "positions": pos,
+        "q_weight": torch.ones(SIZE),
+        "k_weight": torch.ones(SIZE),
+        "rms_norm_eps": EPS,
+        "cos_sin_cache": _table(SIZE),
+        "is_neox": True,
+        "kv_cache": step.cache,
+        "layer_slot_mapping": step.batch.slot_mapping,
+    } | changes
+    with pytest.raises(ValueError, match=f"^{named}.*: got .*; allowed: "):
+        step.impl.do_qk_norm_rope_kvcache_update(step.layer, **arguments)
+    assert not q_out.any()
+    assert not k_out.any()
+    assert torch.equal(step.cache.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
         ({"positions": torch.zeros(6, dtype=torch.int64)}, "positions.shape"),
         ({"positions": torch.zeros(7)}, "positions.dtype"),
         ({"positions": torch.full((7,), 64)}, "positions"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.testing.mla_refusals import Refusal, mla_refusals, run_mla_refusal
-from attnmux.testing.mla_run import run_mla_scenario
-from attnmux.testing.mla_scenarios import MlaScenario, mla_scenarios
+from attnmux.testing.mla.refusals import Refusal, mla_refusals, run_mla_refusal
+from attnmux.testing.mla.run import run_mla_scenario
+from attnmux.testing.mla.scenarios import MlaScenario, mla_scenarios
 from attnmux_cpu.mla_backend import CPUMLABackend, CPUMLASparseBackend
 from attnmux_cpu.options import CPUMLAOptions
 

@@ -14,9 +14,9 @@ from attnmux.config import EngineConfig, SpeculativeConfig
 from attnmux.create import create_builder, create_impl
 from attnmux.kv_cache import KVCacheLayout, MLAAttentionSpec, allocate
 from attnmux.parallel import ContextParallelGroup, use_context_parallel_groups
-from attnmux.testing.mla_case import make_mla_case
-from attnmux.testing.mla_run import make_mla_builder, make_mla_impl, run_mla_scenario
-from attnmux.testing.mla_scenarios import MlaScenario
+from attnmux.testing.mla.case import make_mla_case
+from attnmux.testing.mla.run import make_mla_builder, make_mla_impl, run_mla_scenario
+from attnmux.testing.mla.scenarios import MlaScenario
 from attnmux.testing.road import Layer
 from attnmux.testing.scenario import Request
 from attnmux_cpu.kernels.workspace import thread_workspace

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.testing.mla_refusals import mla_refusals, run_mla_refusal
-from attnmux.testing.mla_run import run_mla_scenario
-from attnmux.testing.mla_scenarios import MlaScenario, mla_scenarios
+from attnmux.testing.mla.refusals import mla_refusals, run_mla_refusal
+from attnmux.testing.mla.run import run_mla_scenario
+from attnmux.testing.mla.scenarios import MlaScenario, mla_scenarios
 from attnmux.testing.outcome import NonConformanceError
 from attnmux_cpu.mla_backend import CPUMLABackend, CPUMLASparseBackend
 from attnmux_cpu.mla_builder import CPUMLABuilder

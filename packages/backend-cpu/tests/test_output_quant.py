@@ -52,7 +52,7 @@ def test_fused_quantisation_equals_quantising_afterwards(built, name, apart):
     step = built(*STEP, pad_tokens=2)
     assert step.impl.fused_output_quant_supported(key)
     step.update()
-    plain = step.attend()[0]
+    plain = step.forward()
     tokens = plain.shape[0]
     want, scale, want_blocks = _results(key, tokens)
     quantize_output(plain.flatten(1), key, want, scale, want_blocks)

@@ -149,7 +149,7 @@ def test_each_thread_has_its_own():
 def test_threads_do_not_disturb_each_other(built):
     step = built([1, 30, 300], [400, 80, 300])
     step.update()
-    want = step.attend()[0]
+    want = step.forward()
     metadata = step.builder.build(0, step.batch)
     outputs = [step.new_output() for _ in range(4)]
 

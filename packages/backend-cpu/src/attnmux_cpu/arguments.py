@@ -52,7 +52,14 @@ def check_cache(
     check_tensor("kv_cache", kv_cache, shape=shape, dtype=dtype, device="cpu")
     check_tensor("kv_cache", kv_cache, last_dim_contiguous=True)
     assert isinstance(kv_cache, torch.Tensor)
+    check_own_memory("kv_cache", kv_cache)
     return kv_cache
+
+
+def check_own_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` where elements share memory, as `expand` makes them."""
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise bad_argument(f"{name}.stride()", list(tensor.stride()), "no step of 0")
 
 
 def check_blocks(schedule: Schedule, num_blocks: int) -> None:
@@ -120,8 +127,9 @@ def check_output(
     heads: HeadShape,
     dtype: torch.dtype,
     num_tokens: int,
+    lse: torch.Tensor | None,
 ) -> OutputWriter:
-    """Return what writes into the output, without log-sum-exp.
+    """Return what writes into the output and the log-sum-exp.
 
     Args:
         results: Output, scale and block scale, as `attnmux.quant.output_quant_key` takes them. The
@@ -129,6 +137,7 @@ def check_output(
         heads: The layer's heads.
         dtype: The query's; also the output's, unless it is quantised.
         num_tokens: Rows that will be written.
+        lse: float32 ``[num_tokens, num_heads]``; None: not asked for.
 
     Raises:
         ValueError: The three do not go together, or do not fit the layer.
@@ -144,10 +153,11 @@ def check_output(
     else:
         check_tensor("output", output, shape=("num_tokens", hidden))
     check_rows("output", output, num_tokens)
+    check_own_memory("output", output)
     key = output_quant_key(output, scale, block_scale)
     if key is None:
         check_same_dtype("output", output, "query", dtype)
         apart = output.view(output.shape[0], heads.num_heads, heads.value_size)
     else:
         apart = output.unsqueeze(1) if output.dim() == 2 else output
-    return OutputWriter(apart, None, key, scale, block_scale)
+    return OutputWriter(apart, lse, key, scale, block_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ from attnmux.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from attnmux.checks import bad_argument, check_index_dtype, check_tensor
+from attnmux.checks import bad_argument, check_index_dtype, check_positive, check_tensor
 from attnmux.config import EngineConfigLike
 from attnmux.kv_cache import KVCacheSpec
 from attnmux_cpu.kernels.planning import LayerKind, make_schedule
 from attnmux_cpu.kernels.schedule import BoolArray, IntArray, Lengths, Schedule
-from attnmux_cpu.options import CPUAttentionOptions
+from attnmux_cpu.options import CPUAttentionOptions, check_options
 
 ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -146,8 +147,10 @@ class CPUAttentionMetadataBuilder(AttentionMetadataBuilder[CPUAttentionMetadata]
             raise bad_argument("device", device, "cpu")
         if getattr(kv_cache_spec, "attention_chunk_size", None) is not None:
             raise bad_argument("kv_cache_spec.attention_chunk_size", "a size", None)
-        self.options = options or CPUAttentionOptions()
+        self.options = check_options(options, CPUAttentionOptions)
         self._rswa_window = getattr(vllm_config.model_config, "rswa_window", None)
+        if self._rswa_window is not None:
+            check_positive("model_config.rswa_window", self._rswa_window)
 
     def build(
         self,
@@ -214,7 +217,13 @@ def _numbers(tensor: torch.Tensor) -> IntArray:
 
 
 def _check_batch(batch: CommonAttentionMetadata) -> None:
+    if not isinstance(batch, CommonAttentionMetadata):
+        raise bad_argument(
+            "common_attn_metadata", type(batch).__name__, CommonAttentionMetadata.__name__
+        )
     reqs = batch.num_reqs
+    if not isinstance(reqs, int) or reqs < 0:
+        raise bad_argument("num_reqs", reqs, "an integer of at least 0")
     _check_counts("query_start_loc", batch.query_start_loc, reqs + 1)
     _check_counts("seq_lens", batch.seq_lens, reqs)
     for name in ("encoder_seq_lens", "rswa_prefix_lens"):
@@ -222,7 +231,7 @@ def _check_batch(batch: CommonAttentionMetadata) -> None:
         if tensor is not None:
             _check_counts(name, tensor, reqs)
     _check_table_tensor(batch.block_table_tensor, reqs)
-    if isinstance(batch.causal, torch.Tensor):
+    if not isinstance(batch.causal, bool):
         check_tensor("causal", batch.causal, shape=("num_reqs",), dtype=torch.bool, device="cpu")
         if batch.causal.shape[0] < reqs:
             raise bad_argument("causal.shape", list(batch.causal.shape), f"[{reqs}]")
@@ -241,7 +250,7 @@ def _check_counts(name: str, tensor: torch.Tensor, count: int) -> None:
     check_index_dtype(name, tensor)
     if tensor.shape[0] < count:
         raise bad_argument(f"{name}.shape", list(tensor.shape), f"[{count}]")
-    if tensor.shape[0] and int(tensor[:count].min()) < 0:
+    if count and int(tensor[:count].min()) < 0:
         raise bad_argument(name, int(tensor[:count].min()), "0 or more")
 
 
@@ -253,9 +262,15 @@ def _check_table_tensor(table: torch.Tensor, reqs: int) -> None:
 
 
 def _check_mm_ranges(ranges: Mapping[int, Sequence[tuple[int, int]]], reqs: int) -> None:
+    if not isinstance(ranges, Mapping):
+        raise bad_argument("mm_req_doc_ranges", type(ranges).__name__, "a dict by request index")
     for request, spans in ranges.items():
-        if not 0 <= request < reqs:
-            raise bad_argument("mm_req_doc_ranges", f"request {request}", f"0 to {reqs - 1}")
+        if request not in range(reqs):
+            raise bad_argument("mm_req_doc_ranges", f"request {request!r}", f"0 to {reqs - 1}")
+        if not _are_pairs(spans):
+            raise bad_argument(
+                "mm_req_doc_ranges", f"{spans} of request {request}", "pairs of integers"
+            )
         previous = -1
         for start, end in sorted(spans):
             if not previous < start <= end:
@@ -265,6 +280,15 @@ def _check_mm_ranges(ranges: Mapping[int, Sequence[tuple[int, int]]], reqs: int)
                     "inclusive (first, last) positions that do not overlap",
                 )
             previous = end
+
+
+def _are_pairs(spans: object) -> bool:
+    return isinstance(spans, Sequence) and all(
+        isinstance(span, Sequence)
+        and len(span) == 2
+        and all(isinstance(place, Integral) for place in span)
+        for span in spans
+    )
 
 
 def _check_queries_fit(query_lens: IntArray, key_lens: IntArray) -> None:

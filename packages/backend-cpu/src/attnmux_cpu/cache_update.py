@@ -6,6 +6,7 @@ Each form checks everything before it writes anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias
 
 import torch
@@ -83,6 +84,8 @@ class HeadNorm:
             check_tensor(
                 name, weight, shape=(head_size,), dtype=arguments.FLOAT_DTYPES, device="cpu"
             )
+        if not isinstance(self.eps, Real) or not 0 <= self.eps < float("inf"):
+            raise bad_argument("rms_norm_eps", self.eps, "a number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -194,10 +197,15 @@ class CacheUpdate:
         k_out: torch.Tensor,
         norm: HeadNorm,
         rotation: Rotation,
-        kv_cache: torch.Tensor | None,
+        kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        writes: bool,
     ) -> None:
-        """Write `q_out`, `k_out` and the cache, if any; see `do_qk_norm_rope_kvcache_update`."""
+        """Write `q_out`, `k_out` and, if it `writes`, the cache.
+
+        See `AttentionImpl.do_qk_norm_rope_kvcache_update`.
+        """
         heads = self.heads
         query_size = heads.num_heads * heads.head_size
         key_end = query_size + heads.num_kv_heads * heads.head_size
@@ -221,7 +229,7 @@ class CacheUpdate:
         norm.check(heads.head_size)
         rotation = rotation.check(tokens, heads.head_size)
         write = None
-        if kv_cache is not None:
+        if writes:
             write = self._plan(layer, key, kv_cache, slot_mapping)
         outs[0].copy_(rotation.apply(normalised(query, norm.query_weight, norm.eps)))
         outs[1].copy_(rotation.apply(normalised(key, norm.key_weight, norm.eps)))

@@ -13,8 +13,11 @@ from attnmux.checks import (
     check_head_counts,
     check_in,
     check_positive,
+    check_scale,
     check_sinks,
     check_sliding_window,
+    check_soft_cap,
+    check_tensor,
 )
 from attnmux.kv_cache import cache_dtype_handler
 from attnmux.quant import OUTPUT_QUANT_KEYS, QuantKey
@@ -29,7 +32,7 @@ from attnmux_cpu.kernels.problem import DenseKeys, PagedKeys, Problem
 from attnmux_cpu.kernels.scores import ScoreRule
 from attnmux_cpu.kernels.tiles import HeadShape, TileShape
 from attnmux_cpu.kernels.workspace import thread_workspace
-from attnmux_cpu.options import CPUAttentionOptions
+from attnmux_cpu.options import CPUAttentionOptions, check_options
 
 KV_CACHE_DTYPES = (
     "auto",
@@ -98,11 +101,13 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
         check_sinks(sinks, num_heads)
         check_in("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         check_in("attn_type", attn_type, [kind.value for kind in AttentionType])
-        if logits_soft_cap is not None and not logits_soft_cap >= 0:
-            raise bad_argument("logits_soft_cap", logits_soft_cap, "None or a positive number")
+        check_soft_cap(logits_soft_cap)
         if use_alibi_sqrt and alibi_slopes is None:
             raise bad_argument("alibi_slopes", None, "slopes, as use_alibi_sqrt is True")
         is_cross = attn_type == AttentionType.ENCODER_DECODER
+        for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+            if isinstance(given, torch.Tensor):
+                check_tensor(name, given, device="cpu")
         for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes)):
             if is_cross and value is not None:
                 raise bad_argument(name, value, f"None for attn_type {str(attn_type)!r}")
@@ -110,17 +115,17 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
             if getattr(self, name) > 1:
                 raise bad_argument(name, getattr(self, name), "1")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_size, self.scale = head_size, float(scale)
+        self.head_size, self.scale = head_size, check_scale(scale)
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, AttentionType(attn_type)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.options = options or CPUAttentionOptions()
+        self.options = check_options(options, CPUAttentionOptions)
 
         group = num_heads // num_kv_heads
         slopes = None
         if alibi_slopes is not None:
-            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32)
+            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32, device="cpu")
             slopes = slopes.view(num_kv_heads, group, 1, 1)
         self._sinks = None if sinks is None else sinks.detach().float().view(num_kv_heads, group)
         self._masks = MaskRule(sliding_window, symmetric=self.attn_type in ENCODER_TYPES)
@@ -169,7 +174,11 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
         The latter is float32 ``[num_tokens, num_heads]`` with as many rows as `query`; rows past
         the batch's tokens are -inf.
         """
-        lse = torch.full((query.shape[0], self.num_heads), float("-inf"))
+        heads = self._heads
+        rows = arguments.heads_apart("query", query, heads.num_heads, heads.head_size)
+        lse = torch.full(
+            (rows.shape[0], self.num_heads), float("-inf"), dtype=torch.float32, device="cpu"
+        )
         self._attend(
             layer, query, key, value, kv_cache, attn_metadata,
             (output, output_scale, output_block_scale), lse,
@@ -193,11 +202,14 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
         heads, num_tokens = self._heads, metadata.num_actual_tokens
         rows = arguments.heads_apart("query", query, heads.num_heads, heads.head_size)
         arguments.check_rows("query", rows, num_tokens)
-        writer = arguments.check_output(results, heads, rows.dtype, num_tokens)
+        writer = arguments.check_output(results, heads, rows.dtype, num_tokens, lse)
         has_cache = self._reads_cache(kv_cache)
-        masks = replace(self._masks, rswa_window=metadata.rswa_window)
+        masks = self._masks
+        if metadata.rswa_window is not None:
+            masks = replace(masks, rswa_window=metadata.rswa_window)
         keys: PagedKeys | DenseKeys
         if has_cache:
+            self._check_unread(key, value)
             keys = self._paged_keys(layer, kv_cache, rows.dtype, metadata.block_size)
         else:
             keys = self._dense_keys(key, value, rows.dtype, metadata)
@@ -212,7 +224,7 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
             scores=self._scores,
             sinks=self._sinks,
             shape=self._shape,
-            writer=replace(writer, lse=lse),
+            writer=writer,
             workspace=thread_workspace(),
         )
         attention.run(problem, schedule)
@@ -221,6 +233,13 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
         if self.attn_type == AttentionType.ENCODER_DECODER:
             return kv_cache is not None and kv_cache.numel() > 0
         return self.attn_type == AttentionType.DECODER
+
+    def _check_unread(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+        # The cache has them already, but a wrong shape here means a wrong shape there.
+        heads = self._heads
+        for name, rows, size in (("key", key, heads.head_size), ("value", value, heads.value_size)):
+            if rows is not None:
+                arguments.heads_apart(name, rows, heads.num_kv_heads, size)
 
     def _paged_keys(
         self,
@@ -312,8 +331,9 @@ class CPUAttentionImpl(AttentionImpl[CPUAttentionMetadata]):
             k_out,
             HeadNorm(q_weight, k_weight, rms_norm_eps),
             Rotation(positions, cos_sin_cache, is_neox),
-            kv_cache if self._writes_cache(k_out) else None,
+            kv_cache,
             layer_slot_mapping,
+            writes=self._writes_cache(k_out),
         )
 
     def _writes_cache(self, key: torch.Tensor | None) -> bool:

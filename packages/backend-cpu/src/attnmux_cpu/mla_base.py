@@ -13,6 +13,7 @@ from attnmux.checks import (
     check_in,
     check_index_dtype,
     check_positive,
+    check_scale,
     check_tensor,
 )
 from attnmux.kv_cache import cache_dtype_handler
@@ -20,7 +21,7 @@ from attnmux_cpu.kernels.cache_rows import RowFormat, encode_rows, write_rows
 from attnmux_cpu.kernels.mla_cache import LatentCache, check_block_table
 from attnmux_cpu.kernels.workspace import thread_workspace
 from attnmux_cpu.mla_builder import CPUMLAMetadata
-from attnmux_cpu.options import CPUMLAOptions
+from attnmux_cpu.options import CPUMLAOptions, check_options
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +73,7 @@ class LatentImpl(MLAAttentionImpl[M]):
         _refuse_context_parallelism(self.dcp_world_size, self.pcp_world_size)
         self.num_heads = num_heads
         self.head_size = head_size
-        self.scale = float(scale)
+        self.scale = check_scale(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
         self.qk_nope_head_dim = qk_nope_head_dim
@@ -82,7 +83,7 @@ class LatentImpl(MLAAttentionImpl[M]):
         self.kv_b_proj = kv_b_proj
         self.indexer = indexer
         self.q_pad_num_heads = q_pad_num_heads
-        self.options = options or CPUMLAOptions()
+        self.options = check_options(options, CPUMLAOptions)
         self._check_sizes(num_kv_heads)
         self._check_indexer()
         self._handler = cache_dtype_handler(kv_cache_dtype)
@@ -114,7 +115,7 @@ class LatentImpl(MLAAttentionImpl[M]):
         if not callable(self.kv_b_proj):
             raise bad_argument("kv_b_proj", type(self.kv_b_proj).__name__, "a callable")
         padded = self.q_pad_num_heads
-        if padded is not None and padded < self.num_heads:
+        if padded is not None and not (isinstance(padded, int) and padded >= self.num_heads):
             raise bad_argument("q_pad_num_heads", padded, f"None or at least {self.num_heads}")
 
     def _check_indexer(self) -> None:
@@ -139,13 +140,14 @@ class LatentImpl(MLAAttentionImpl[M]):
             ValueError: An argument does not fit, or a slot is outside of the cache; nothing was
                 written.
         """
+        check_tensor("kv_cache", kv_cache)
         if kv_cache.numel() == 0:
             return
         check_in("kv_cache_dtype", kv_cache_dtype, [self.kv_cache_dtype])
         rotary = self.check_latents(kv_c_normed, k_pe)
         self._check_cache("kv_cache", kv_cache, kv_c_normed.dtype)
-        scale = torch.tensor([self._cache_scale(k_scale)])
-        slots = _check_slots(slot_mapping.flatten(), kv_c_normed.shape[0], kv_cache)
+        scale = torch.tensor([self._cache_scale(k_scale)], dtype=torch.float32, device="cpu")
+        slots = _check_slots(slot_mapping, kv_c_normed.shape[0], kv_cache)
         written = (slots >= 0).nonzero().flatten()
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         row = RowFormat(rank, rope, rank + rope, kv_cache.dtype, self._handler.quant_mode)
@@ -161,6 +163,7 @@ class LatentImpl(MLAAttentionImpl[M]):
             dtype=MODEL_DTYPES,
             device="cpu",
         )
+        check_tensor("k_pe", k_pe)
         num_tokens, rope = kv_c_normed.shape[0], self.qk_rope_head_dim
         shape = (num_tokens, 1, rope) if k_pe.dim() == 3 else (num_tokens, rope)
         check_tensor("k_pe", k_pe, shape=shape, dtype=kv_c_normed.dtype, device="cpu")
@@ -176,17 +179,26 @@ class LatentImpl(MLAAttentionImpl[M]):
             last_dim_contiguous=True,
         )
 
-    def _cache_scale(self, k_scale: torch.Tensor) -> float:
+    def _cache_scale(self, k_scale: torch.Tensor | None) -> float:
         """Return the factor of stored values."""
         if self._handler.quant_mode == KVQuantMode.NONE:
             return 1.0
         check_tensor("k_scale", k_scale, dtype=torch.float32, device="cpu")
+        assert isinstance(k_scale, torch.Tensor)
         if k_scale.numel() != 1:
             raise bad_argument("k_scale.shape", list(k_scale.shape), "a single element")
         return float(k_scale)
 
+    def scale_of(self, layer: object) -> torch.Tensor | None:
+        """Return the layer's `_k_scale`; a cache that is not quantised needs none."""
+        return getattr(layer, "_k_scale", None)
+
     def open_cache(
-        self, kv_cache: torch.Tensor, metadata: M, model_dtype: torch.dtype, k_scale: torch.Tensor
+        self,
+        kv_cache: torch.Tensor,
+        metadata: M,
+        model_dtype: torch.dtype,
+        k_scale: torch.Tensor | None,
     ) -> LatentCache:
         """Check a cache and the batch's blocks of it, and return it ready to be read."""
         self._check_cache("kv_c_and_k_pe_cache", kv_cache, model_dtype)
@@ -201,6 +213,8 @@ class LatentImpl(MLAAttentionImpl[M]):
         self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], metadata: M
     ) -> tuple[torch.Tensor, ...]:
         """Return the parts of an absorbed query, without heads that only pad it."""
+        if not isinstance(q, (torch.Tensor, tuple, list)):
+            raise bad_argument("q", type(q).__name__, "a tensor | a pair (latent, rotary)")
         tensors: tuple[torch.Tensor, ...] = (q,) if isinstance(q, torch.Tensor) else tuple(q)
         if isinstance(q, torch.Tensor):
             names, widths = ["q"], [self.head_size]
@@ -250,6 +264,12 @@ def _refuse_context_parallelism(dcp_world_size: int, pcp_world_size: int) -> Non
         check_in(name, size, [1])
 
 
+def check_metadata(metadata: object, wanted: type[CPUMLAMetadata]) -> None:
+    """Raise `ValueError` unless `metadata` is what this backend's builder makes."""
+    if not isinstance(metadata, wanted):
+        raise bad_argument("attn_metadata", type(metadata).__name__, wanted.__name__)
+
+
 def check_num_rows(name: str, tensor: torch.Tensor, at_least: int) -> None:
     """Raise `ValueError` unless there is a row for each of the batch's tokens."""
     if tensor.shape[0] < at_least:
@@ -257,8 +277,9 @@ def check_num_rows(name: str, tensor: torch.Tensor, at_least: int) -> None:
 
 
 def _check_slots(slots: torch.Tensor, num_rows: int, kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return the slots as int64, all within the cache or -1."""
+    """Return the slots as int64, flat, all within the cache or -1."""
     check_tensor("slot_mapping", slots, device="cpu")
+    slots = slots.flatten()
     check_index_dtype("slot_mapping", slots)
     if slots.numel() > num_rows:
         raise bad_argument("slot_mapping.shape", list(slots.shape), f"at most {num_rows} slots")

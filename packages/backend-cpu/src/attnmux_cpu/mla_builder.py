@@ -18,7 +18,7 @@ from attnmux.checks import bad_argument, check_index_dtype, check_tensor
 from attnmux.config import EngineConfigLike
 from attnmux_cpu.kernels.mla_decode import DecodeSchedule, plan_decode
 from attnmux_cpu.kernels.mla_prefill import PrefillRequest, PrefillSchedule, plan_prefill
-from attnmux_cpu.options import CPUMLAOptions
+from attnmux_cpu.options import CPUMLAOptions, check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class _LatentBuilder(AttentionMetadataBuilder[M]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if torch.device(device).type != "cpu":
             raise bad_argument("device", device, "cpu")
-        self.options = options or CPUMLAOptions()
+        self.options = check_options(options, CPUMLAOptions)
 
     def update_block_table(
         self, metadata: M, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -144,7 +144,7 @@ class CPUMLABuilder(_LatentBuilder[CPUMLADenseMetadata]):
         _check_decodes_first(common_attn_metadata, split, threshold)
         decodes = split.num_decodes
         context = (batch.seq_lens - batch.query_lens).clamp_min(0)
-        is_prefill = torch.arange(batch.seq_lens.numel()) >= decodes
+        is_prefill = torch.arange(batch.seq_lens.numel(), device="cpu") >= decodes
         num_cached = torch.where(is_prefill, context, batch.seq_lens)
         return CPUMLADenseMetadata(
             num_reqs=common_attn_metadata.num_reqs,
@@ -180,8 +180,11 @@ class CPUMLASparseBuilder(_LatentBuilder[CPUMLASparseMetadata]):
         """
         batch = _read_batch(common_attn_metadata)
         num_reqs = common_attn_metadata.num_reqs
-        token_requests = torch.arange(num_reqs).repeat_interleave(batch.query_lens)
-        places = torch.arange(token_requests.numel()) - batch.query_start_loc[token_requests]
+        token_requests = torch.arange(num_reqs, device="cpu").repeat_interleave(batch.query_lens)
+        places = (
+            torch.arange(token_requests.numel(), device="cpu")
+            - batch.query_start_loc[token_requests]
+        )
         last = (batch.seq_lens - batch.query_lens)[token_requests] + places
         num_visible = torch.where(
             batch.causal[token_requests], last + 1, batch.seq_lens[token_requests]
@@ -213,27 +216,65 @@ class _Batch:
 
 
 def _read_batch(batch: CommonAttentionMetadata) -> _Batch:
-    """Check the tensors that are read, and take them as int64."""
-    shapes = {
-        "query_start_loc": (batch.query_start_loc, (batch.num_reqs + 1,)),
-        "seq_lens": (batch.seq_lens, (batch.num_reqs,)),
-        "block_table_tensor": (batch.block_table_tensor, (batch.num_reqs, "max_blocks")),
-    }
-    for name, (tensor, shape) in shapes.items():
-        check_tensor(name, tensor, shape=shape, device="cpu")
-        check_index_dtype(name, tensor)
+    """Check the tensors that are read, and take them as int64.
+
+    Raises:
+        ValueError: A tensor or a length does not fit, or the batch brings what latent attention
+            has not.
+    """
+    if not isinstance(batch, CommonAttentionMetadata):
+        raise bad_argument(
+            "common_attn_metadata", type(batch).__name__, CommonAttentionMetadata.__name__
+        )
+    for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+        if getattr(batch, name) is not None and len(getattr(batch, name)):
+            raise bad_argument(name, "values", "None: latent attention has no such feature here")
+    reqs = batch.num_reqs
+    start = _first("query_start_loc", batch.query_start_loc, (reqs + 1,))
+    seq_lens = _first("seq_lens", batch.seq_lens, (reqs,))
+    table = _first("block_table_tensor", batch.block_table_tensor, (reqs, "max_blocks"))
     causal = batch.causal
-    if not isinstance(causal, torch.Tensor):
-        causal = torch.full((batch.num_reqs,), bool(causal))
-    check_tensor("causal", causal, shape=(batch.num_reqs,), dtype=torch.bool, device="cpu")
-    start = batch.query_start_loc.long()
-    return _Batch(
-        start, start.diff(), batch.seq_lens.long(), batch.block_table_tensor.long(), causal
-    )
+    if isinstance(causal, bool):
+        causal = torch.full((reqs,), causal, device="cpu")
+    check_tensor("causal", causal, shape=("num_reqs",), dtype=torch.bool, device="cpu")
+    check_tensor("causal", causal[:reqs], shape=(reqs,))
+    _check_lengths(batch, start, seq_lens)
+    return _Batch(start, start.diff(), seq_lens, table, causal[:reqs])
+
+
+def _first(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> torch.Tensor:
+    """Return the rows of this batch as int64; a buffer that an engine keeps may have more."""
+    check_tensor(name, tensor, device="cpu")
+    check_index_dtype(name, tensor)
+    rows = tensor[: int(shape[0])] if tensor.dim() == len(shape) else tensor
+    check_tensor(name, rows, shape=shape)
+    return rows.long()
+
+
+def _check_lengths(
+    batch: CommonAttentionMetadata, start: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    if int(start[0]) != 0 or (start.diff() < 0).any():
+        raise bad_argument("query_start_loc", start.tolist(), "ascending from 0")
+    if int(start[-1]) > batch.num_actual_tokens:
+        raise bad_argument(
+            "query_start_loc[-1]", int(start[-1]), f"at most {batch.num_actual_tokens} tokens"
+        )
+    if batch.num_reqs and int(seq_lens.min()) < 0:
+        raise bad_argument("seq_lens", int(seq_lens.min()), "0 or more")
 
 
 def _check_decodes_first(batch: CommonAttentionMetadata, split: BatchSplit, threshold: int) -> None:
-    query_lens = batch.query_start_loc_cpu.diff()[split.num_decodes :]
+    # Verification may shorten drafts on the device, never move the prefills that follow them.
+    rows = slice(split.num_decodes, batch.num_reqs + 1)
+    on_cpu = batch.query_start_loc_cpu[rows]
+    if batch.query_start_loc[rows].tolist() != on_cpu.tolist():
+        raise bad_argument(
+            "query_start_loc",
+            batch.query_start_loc.tolist(),
+            f"{batch.query_start_loc_cpu.tolist()} from entry {split.num_decodes}, as the CPU copy",
+        )
+    query_lens = on_cpu.diff()
     misplaced = ((query_lens > 0) & (query_lens <= threshold)).nonzero().flatten()
     if misplaced.numel():
         request = int(misplaced[0])

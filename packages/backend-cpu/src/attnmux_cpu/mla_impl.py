@@ -12,7 +12,7 @@ from attnmux.quant import output_quant_key, quantize_output
 from attnmux_cpu.kernels.mla_decode import launch_decode
 from attnmux_cpu.kernels.mla_prefill import PrefillInputs, UpProjection, launch_prefill
 from attnmux_cpu.kernels.mla_sparse import INDICES_NAME, check_indices, launch_sparse
-from attnmux_cpu.mla_base import LatentImpl, check_num_rows
+from attnmux_cpu.mla_base import LatentImpl, check_metadata, check_num_rows
 from attnmux_cpu.mla_builder import CPUMLADenseMetadata, CPUMLASparseMetadata
 
 
@@ -48,8 +48,11 @@ class CPUMLAImpl(LatentImpl[CPUMLADenseMetadata]):
         Raises:
             ValueError: An argument does not fit.
         """
+        check_metadata(attn_metadata, CPUMLADenseMetadata)
         parts = self.check_query(q, attn_metadata)
-        cache = self.open_cache(kv_c_and_k_pe_cache, attn_metadata, parts[0].dtype, layer._k_scale)
+        cache = self.open_cache(
+            kv_c_and_k_pe_cache, attn_metadata, parts[0].dtype, self.scale_of(layer)
+        )
         output, lse = launch_decode(
             parts,
             cache,
@@ -90,17 +93,21 @@ class CPUMLAImpl(LatentImpl[CPUMLADenseMetadata]):
         Raises:
             ValueError: An argument does not fit; nothing was written.
         """
+        check_metadata(attn_metadata, CPUMLADenseMetadata)
         num_tokens = attn_metadata.num_prefill_tokens
         rotary = self.check_latents(kv_c_normed, k_pe)
         shape = ("num_tokens", self.num_heads, self.qk_head_dim)
         check_tensor("q", q, shape=shape, dtype=kv_c_normed.dtype, device="cpu")
-        for name, tensor in (("q", q), ("kv_c_normed", kv_c_normed), ("output", output)):
-            check_num_rows(name, tensor, num_tokens)
+        check_tensor("output", output, device="cpu")
         heads = (self.num_heads, self.v_head_dim)
         apart = output.dim() == 3
         flat = (self.num_heads * self.v_head_dim,)
         check_tensor("output", output, shape=("num_tokens", *(heads if apart else flat)))
+        for name, tensor in (("q", q), ("kv_c_normed", kv_c_normed), ("output", output)):
+            check_num_rows(name, tensor, num_tokens)
         key = output_quant_key(output, output_scale, None)
+        if key is None:
+            check_tensor("output", output, dtype=q.dtype)
         cache = self.open_cache(kv_c_and_k_pe_cache, attn_metadata, q.dtype, k_scale)
         values, _ = launch_prefill(
             PrefillInputs(
@@ -145,8 +152,11 @@ class CPUMLASparseImpl(LatentImpl[CPUMLASparseMetadata]):
             ValueError: An argument does not fit, a position is listed twice for a token, or it is
                 one that the token does not see.
         """
+        check_metadata(attn_metadata, CPUMLASparseMetadata)
         parts = self.check_query(q, attn_metadata)
-        cache = self.open_cache(kv_c_and_k_pe_cache, attn_metadata, parts[0].dtype, layer._k_scale)
+        cache = self.open_cache(
+            kv_c_and_k_pe_cache, attn_metadata, parts[0].dtype, self.scale_of(layer)
+        )
         output, lse = launch_sparse(
             parts,
             cache,

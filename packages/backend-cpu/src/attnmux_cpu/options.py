@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from attnmux.checks import bad_argument, check_positive
 
 MIN_WORKSPACE_BYTES = 1 << 20
+
+
+Options = TypeVar("Options")
+
+
+def check_options(options: Options | None, wanted: type[Options]) -> Options:
+    """Return the options, the defaults for None; a `ValueError` if they are another backend's."""
+    if options is None:
+        return wanted()
+    if not isinstance(options, wanted):
+        raise bad_argument("options", type(options).__name__, f"None | {wanted.__name__}")
+    return options
 
 
 @dataclass(frozen=True)
@@ -21,11 +34,12 @@ class CPUAttentionOptions:
     """
 
     workspace_bytes: int = 64 << 20
-    max_grouped_queries: int = 32
+    max_grouped_queries: int = 16
 
     def __post_init__(self) -> None:
         """Refuse sizes that no tile fits into."""
         check_positive("max_grouped_queries", self.max_grouped_queries)
+        check_positive("workspace_bytes", self.workspace_bytes)
         if self.workspace_bytes < MIN_WORKSPACE_BYTES:
             raise bad_argument(
                 "workspace_bytes", self.workspace_bytes, f"at least {MIN_WORKSPACE_BYTES}"

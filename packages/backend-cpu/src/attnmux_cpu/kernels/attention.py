@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnmux_cpu.kernels.fused import can_fuse, run_fused
 from attnmux_cpu.kernels.grouped import run_group
 from attnmux_cpu.kernels.problem import Problem
 from attnmux_cpu.kernels.schedule import Schedule
@@ -13,7 +14,10 @@ def run(problem: Problem, schedule: Schedule) -> None:
     for group in schedule.groups:
         run_group(problem, group)
     for request in schedule.singles:
-        run_single(problem, request)
+        if can_fuse(problem, request):
+            run_fused(problem, request)
+        else:
+            run_single(problem, request)
     for rows in schedule.empty_rows:
         problem.end_empty(rows, problem.sinks)
     if schedule.padding is not None:

@@ -78,7 +78,7 @@ def encode_rows(
 
 
 def _encode_with_scales(key: torch.Tensor, value: torch.Tensor, row: RowFormat) -> torch.Tensor:
-    rows = torch.zeros((*key.shape[:2], row.content), dtype=torch.int8)
+    rows = torch.zeros((*key.shape[:2], row.content), dtype=torch.int8, device="cpu")
     first = scale_offset(row.num_values)
     scales = rows[..., first : first + 8].view(torch.float32)
     largest = INT8_MAX if row.dtype == torch.int8 else torch.finfo(row.dtype).max

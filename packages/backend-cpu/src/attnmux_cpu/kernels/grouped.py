@@ -49,6 +49,10 @@ def _load(problem: Problem, tile: GroupTile) -> tuple[torch.Tensor, torch.Tensor
 def _distance(problem: Problem, group: Group, tile: GroupTile) -> torch.Tensor | None:
     if problem.scores.alibi_slopes is None:
         return None
-    within = torch.arange(problem.keys.pages.page) if isinstance(problem.keys, PagedKeys) else 0
+    within = (
+        torch.arange(problem.keys.pages.page, device="cpu")
+        if isinstance(problem.keys, PagedKeys)
+        else 0
+    )
     key_pos = (tile.first_pos.unsqueeze(-1) + within).flatten(1)
     return key_pos.unsqueeze(1) - group.query_pos[: tile.active].unsqueeze(-1)

@@ -129,7 +129,9 @@ class GroupPlanner:
         query_pos: torch.Tensor,
     ) -> torch.Tensor | None:
         page = self.schedule.page
-        key_pos = (first_pos.unsqueeze(-1) + torch.arange(page)).flatten(1).unsqueeze(1)
+        key_pos = (
+            (first_pos.unsqueeze(-1) + torch.arange(page, device="cpu")).flatten(1).unsqueeze(1)
+        )
         ends = torch.from_numpy(self.lengths.key_lens[members]).view(-1, 1, 1)
         is_key = within.repeat_interleave(page, dim=1).unsqueeze(1) & (key_pos < ends)
         mask = is_key & visible(
@@ -146,7 +148,7 @@ class GroupPlanner:
         if not requests.numel():
             return None
         heads = self.shape.heads.num_kv_heads
-        by_head = requests.unsqueeze(1) * heads + torch.arange(heads)
+        by_head = requests.unsqueeze(1) * heads + torch.arange(heads, device="cpu")
         return (by_head * mask.shape[2] + tokens.unsqueeze(1)).flatten()
 
 

@@ -67,7 +67,9 @@ def same_range(
     query_pos: torch.Tensor, key_pos: torch.Tensor, ranges: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
     """Return where query and key lie in the same inclusive range; ranges do not overlap."""
-    starts, ends = (torch.tensor(bounds) for bounds in zip(*sorted(ranges), strict=True))
+    starts, ends = (
+        torch.tensor(bounds, device="cpu") for bounds in zip(*sorted(ranges), strict=True)
+    )
     query_range, key_range = (_range_index(pos, starts, ends) for pos in (query_pos, key_pos))
     return (query_range == key_range) & (query_range >= 0)
 

@@ -79,7 +79,9 @@ def check_block_table(
             "block_table_tensor.shape[1]", width, f"at least {longest}, as seq_lens asks"
         )
     table = block_table[:, :longest]
-    wrong = ((table < 0) | (table >= num_blocks)) & (torch.arange(longest) < used[:, None])
+    wrong = ((table < 0) | (table >= num_blocks)) & (
+        torch.arange(longest, device="cpu") < used[:, None]
+    )
     if wrong.any():
         request, column = wrong.nonzero()[0].tolist()
         raise bad_argument(

@@ -65,7 +65,7 @@ def plan_decode(
     order = busy[torch.argsort(seq_lens[busy], descending=True, stable=True)]
     query_lens, num_keys = query_lens[order, None], seq_lens[order, None]
     width = int(query_lens.max()) if order.numel() else 0
-    place = torch.arange(width)
+    place = torch.arange(width, device="cpu")
     there = place < query_lens
     visible = torch.where(causal[order, None], num_keys - query_lens + place + 1, num_keys)
     return DecodeSchedule(
@@ -101,7 +101,7 @@ def launch_decode(
     """
     num_tokens, num_heads = query[0].shape[:2]
     output = query[0].new_zeros(num_tokens, num_heads, rank)
-    lse = torch.full((num_tokens, num_heads), -torch.inf)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device="cpu")
     for part in schedule.batches(max(1, workspace_tokens // MIN_TILE_KV)):
         rows = torch.cat([piece[part.token_rows] for piece in query], dim=-1).float()
         # A stored value times its scale is the key: one factor of the query does both.
@@ -125,7 +125,7 @@ def _attend(
     # Tiles that end below this are seen by every token, and need no mask.
     num_seen_by_all = int(part.num_visible.min())
     for active, start, end in _tiles(part.num_keys, workspace_tokens):
-        places = torch.arange(start, end)
+        places = torch.arange(start, end, device="cpu")
         # Past a request's end its last row is read again: only written rows are sure to be finite.
         positions = torch.minimum(places, part.num_keys[:active, None] - 1)
         keys = cache.read(part.requests[:active, None], positions)

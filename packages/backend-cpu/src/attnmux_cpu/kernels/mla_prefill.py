@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnmux.checks import bad_argument
+from attnmux.checks import bad_argument, check_tensor
 from attnmux_cpu.kernels.mla_cache import LatentCache
 from attnmux_cpu.kernels.softmax import SoftmaxState
 
@@ -96,6 +96,7 @@ class UpProjection:
         result = self.project(latents)
         if isinstance(result, (tuple, list)):
             result = result[0]
+        check_tensor("kv_b_proj(kv_c_normed)", result)
         width = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         if list(result.shape) != [latents.shape[0], width]:
             raise bad_argument(
@@ -138,16 +139,21 @@ def launch_prefill(
     num_tokens, num_heads = inputs.query.shape[:2]
     # As large as the output: fresh memory, not the thread's workspace, which is kept for good.
     state = SoftmaxState(
-        torch.full((num_heads, num_tokens, 1), -torch.inf),
-        torch.zeros(num_heads, num_tokens, 1),
-        torch.zeros(num_heads, num_tokens, up_projection.v_head_dim),
+        torch.full((num_heads, num_tokens, 1), -torch.inf, dtype=torch.float32, device="cpu"),
+        torch.zeros(num_heads, num_tokens, 1, dtype=torch.float32, device="cpu"),
+        torch.zeros(
+            num_heads, num_tokens, up_projection.v_head_dim, dtype=torch.float32, device="cpu"
+        ),
     )
     for pieces in schedule.context_rounds:
         latents, rotary = _read_context(inputs, pieces)
         _attend_round(inputs, pieces, up_projection(latents), rotary, state, own=False)
     for pieces in schedule.own_rounds:
         places = torch.cat(
-            [torch.arange(piece.start, piece.end) + piece.request.first_row for piece in pieces]
+            [
+                torch.arange(piece.start, piece.end, device="cpu") + piece.request.first_row
+                for piece in pieces
+            ]
         )
         latents, rotary = inputs.kv_c[places], inputs.k_pe[places]
         _attend_round(inputs, pieces, up_projection(latents), rotary, state, own=True)
@@ -158,9 +164,11 @@ def _read_context(
     inputs: PrefillInputs, pieces: Sequence[Piece]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents ``[n, rank]`` and rotated parts ``[n, rope]`` of a round, in the query's dtype."""
-    lengths = torch.tensor([piece.end - piece.start for piece in pieces])
-    requests = torch.tensor([piece.request.index for piece in pieces]).repeat_interleave(lengths)
-    positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
+    lengths = torch.tensor([piece.end - piece.start for piece in pieces], device="cpu")
+    requests = torch.tensor(
+        [piece.request.index for piece in pieces], device="cpu"
+    ).repeat_interleave(lengths)
+    positions = torch.cat([torch.arange(piece.start, piece.end, device="cpu") for piece in pieces])
     rows = inputs.cache.read_stored(requests[None], positions[None])[0]
     if inputs.cache.scale != 1.0:
         rows = rows.float().mul_(inputs.cache.scale)
@@ -219,7 +227,10 @@ def _attend_piece(
             scores += rows[..., nope:] @ tile_rotary
             num_keys = scores.shape[-1]
             if place is not None and q_start < place + num_keys - 1:
-                hidden = torch.arange(num_keys) + place > torch.arange(q_start, q_end)[:, None]
+                hidden = (
+                    torch.arange(num_keys, device="cpu") + place
+                    > torch.arange(q_start, q_end, device="cpu")[:, None]
+                )
                 scores.masked_fill_(hidden, -torch.inf)
             _rows(state, q_start, q_end).step(scores, tile_values)
 

@@ -70,7 +70,7 @@ def launch_sparse(
     """
     num_tokens, num_heads = query[0].shape[:2]
     output = query[0].new_zeros(num_tokens, num_heads, rank)
-    lse = torch.full((num_tokens, num_heads), -torch.inf)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device="cpu")
     # Padding goes last, so that a tile ends where its longest list does.
     lists = indices.sort(dim=-1, descending=True).values
     lengths = (lists >= 0).sum(dim=-1)

@@ -29,8 +29,8 @@ def page_size(block_size: int, limit: int = MAX_PAGE) -> int:
 @lru_cache(maxsize=64)
 def _offsets_within(heads: int, head_step: int, tokens: int, token_step: int) -> torch.Tensor:
     """int64 ``[heads, 1, tokens]``: where each head's run begins, from the start of a page."""
-    by_head = torch.arange(heads).mul_(head_step).view(-1, 1, 1)
-    return by_head + torch.arange(tokens).mul_(token_step)
+    by_head = torch.arange(heads, device="cpu").mul_(head_step).view(-1, 1, 1)
+    return by_head + torch.arange(tokens, device="cpu").mul_(token_step)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

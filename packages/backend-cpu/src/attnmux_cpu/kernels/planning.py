@@ -80,7 +80,7 @@ def _single(
     page_slots = None
     if lengths.block_table is not None:
         page, block_size = schedule.page, lengths.block_size
-        starts = torch.arange(-(-key_len // page)) * page
+        starts = torch.arange(-(-key_len // page), device="cpu") * page
         blocks = lengths.block_table[request, : -(-key_len // block_size)]
         page_slots = blocks[starts // block_size] * block_size + starts % block_size
         span = (key_len - queries, key_len)

@@ -69,41 +69,68 @@ class Problem:
     writer: OutputWriter
     workspace: Workspace
 
-    def begin(self, rows: Rows, requests: int) -> tuple[torch.Tensor, SoftmaxState]:
+    def load(self, rows: Rows, requests: int) -> torch.Tensor:
         """Load the queries of `rows`, which belong to `requests` requests of equal length.
 
         Returns:
-            Queries ``[requests * num_kv_heads, group * queries, head_size]`` and an empty state.
+            ``[requests * num_kv_heads, group * queries, head_size]`` float32, scaled so that a
+            product with a stored key is a score (see `query_factor`).
         """
         heads = self.shape.heads
         factor = query_factor(self.scores, self.keys.key_scale)
         queries = self.query[rows]
         by_request = queries.view(requests, -1, heads.num_heads, heads.head_size)
-        query = load_queries(by_request, heads.num_kv_heads, factor, self.workspace)
-        state = SoftmaxState.empty(self.workspace, query.shape[0], query.shape[1], heads.value_size)
-        return query, state
+        return load_queries(by_request, heads.num_kv_heads, factor, self.workspace)
+
+    def begin(self, rows: Rows, requests: int) -> tuple[torch.Tensor, SoftmaxState]:
+        """Load queries as `load` does, and make an empty state for them."""
+        query = self.load(rows, requests)
+        problems, folded, _ = query.shape
+        value_size = self.shape.heads.value_size
+        return query, SoftmaxState.empty(self.workspace, problems, folded, value_size)
 
     def end(self, rows: Rows, requests: int, state: SoftmaxState) -> None:
         """Finish the state that `begin` made for `rows` and write its results."""
         heads = self.shape.heads
         by_head = (requests, heads.num_kv_heads, heads.group, -1)
-        output, lse = state.finish(self._sinks_of(requests, state.acc.shape[1] // heads.group))
-        values = output.view(*by_head, heads.value_size)
+        sinks = self._sinks_of(requests, state.acc.shape[1] // heads.group)
+        lse = None
+        if self.writer.lse is None:
+            output = state.finish_output(sinks)
+        else:
+            output, row_lse = state.finish(sinks)
+            lse = row_lse.view(by_head)
+        self.write(rows, requests, output.view(*by_head, heads.value_size), lse)
+
+    def write(
+        self, rows: Rows, requests: int, values: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Write the results of `rows`, which belong to `requests` requests of equal length.
+
+        Args:
+            rows: The tokens.
+            requests: How many requests.
+            values: ``[requests, num_kv_heads, group, queries, value_size]`` of stored values: their
+                scale is still to come. Overwritten.
+            lse: ``[requests, num_kv_heads, group, queries]``; None where the writer takes none.
+        """
+        heads = self.shape.heads
         if self.keys.value_scale is not None:
             values.mul_(self.keys.value_scale.view(1, -1, 1, 1, 1))
-        self.writer.write(
-            rows,
-            values.permute(0, 3, 1, 2, 4).reshape(-1, heads.num_heads, heads.value_size),
-            lse.view(by_head).permute(0, 3, 1, 2).reshape(-1, heads.num_heads),
-        )
+        by_token = values.permute(0, 3, 1, 2, 4).reshape(-1, heads.num_heads, heads.value_size)
+        if lse is not None:
+            lse = lse.permute(0, 3, 1, 2).reshape(-1, heads.num_heads)
+        self.writer.write(rows, by_token, lse)
 
     def end_empty(self, rows: slice, sinks: torch.Tensor | None) -> None:
         """Write the results of rows that see no key: zeros, and the sinks if there are any."""
         heads = self.shape.heads
         tokens = rows.stop - rows.start
-        no_key = torch.full((heads.num_heads,), float("-inf"))
+        no_key = torch.full((heads.num_heads,), float("-inf"), dtype=torch.float32, device="cpu")
         lse = no_key if sinks is None else sinks.flatten()
-        values = torch.zeros((tokens, heads.num_heads, heads.value_size))
+        values = torch.zeros(
+            (tokens, heads.num_heads, heads.value_size), dtype=torch.float32, device="cpu"
+        )
         self.writer.write(rows, values, lse.expand(tokens, -1))
 
     def _sinks_of(self, requests: int, queries: int) -> torch.Tensor | None:

@@ -29,14 +29,14 @@ def run_single(problem: Problem, request: Single) -> None:
 def _run_tile(problem: Problem, request: Single, rows: slice, queries: Range) -> None:
     query, state = problem.begin(rows, 1)
     for keys in _tiles(problem, request, queries):
-        key, value = _load(problem, request, keys)
+        key, value = load_keys(problem, request, keys)
         attend_tile(
             state,
             problem.scores,
             query,
             key,
             value,
-            _mask(problem, request, queries, keys),
+            _mask_unless_all(problem, request, queries, keys),
             _distance(problem, queries, keys),
             problem.workspace,
         )
@@ -63,8 +63,8 @@ def _tiles(problem: Problem, request: Single, queries: Range) -> Iterator[Range]
             low = stop
 
 
-def _load(problem: Problem, request: Single, keys: Range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the positions `keys`, float32 ``[num_kv_heads, tile, size]``."""
+def load_keys(problem: Problem, request: Single, keys: Range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of the positions `keys`, float32 ``[num_kv_heads, tile, size]``."""
     source, (low, high) = problem.keys, keys
     if isinstance(source, DenseKeys):
         tokens = slice(request.first_key + low, request.first_key + high)
@@ -88,18 +88,27 @@ def _by_head(problem: Problem, name: str, tokens: torch.Tensor) -> torch.Tensor:
     return problem.workspace.take(name, by_head.shape).copy_(by_head)
 
 
-def _mask(problem: Problem, request: Single, queries: Range, keys: Range) -> torch.Tensor | None:
-    if sees_all(problem.masks, queries, keys, request.causal, request.prefix_len):
-        return None
-    query_pos = torch.arange(*queries).unsqueeze(-1)
-    key_pos = torch.arange(*keys)
+def tile_mask(problem: Problem, request: Single, queries: Range, keys: Range) -> torch.Tensor:
+    """Return the mask of positions `queries` by `keys`, bool, True where a key is seen."""
+    query_pos = torch.arange(*queries, device="cpu").unsqueeze(-1)
+    key_pos = torch.arange(*keys, device="cpu")
     mask = visible(problem.masks, query_pos, key_pos, request.causal, request.prefix_len)
     if request.mm_ranges:
         mask |= same_range(query_pos, key_pos, request.mm_ranges)
-    return mask.unsqueeze(0)
+    return mask
+
+
+def _mask_unless_all(
+    problem: Problem, request: Single, queries: Range, keys: Range
+) -> torch.Tensor | None:
+    if sees_all(problem.masks, queries, keys, request.causal, request.prefix_len):
+        return None
+    return tile_mask(problem, request, queries, keys).unsqueeze(0)
 
 
 def _distance(problem: Problem, queries: Range, keys: Range) -> torch.Tensor | None:
     if problem.scores.alibi_slopes is None:
         return None
-    return (torch.arange(*keys) - torch.arange(*queries).unsqueeze(-1)).unsqueeze(0)
+    return (
+        torch.arange(*keys, device="cpu") - torch.arange(*queries, device="cpu").unsqueeze(-1)
+    ).unsqueeze(0)

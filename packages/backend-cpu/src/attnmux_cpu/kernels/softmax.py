@@ -92,16 +92,24 @@ class SoftmaxState:
         Returns:
             Output ``[n, rows, value_size]`` in the accumulator's memory, log-sum-exp ``[n, rows]``.
         """
+        top, total = self._with_sinks(sinks)
+        return self._divided(total), (top + total.log()).squeeze(-1)
+
+    def finish_output(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As `finish`, where the log-sum-exp is not asked for."""
+        return self._divided(self._with_sinks(sinks)[1])
+
+    def _with_sinks(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         self._clear()
-        top, total = self.running_max, self.running_sum
-        if sinks is not None:
-            origin = _finite(torch.maximum(top, sinks))
-            decay = (top - origin).exp_()
-            total = total * decay + (sinks - origin).exp()
-            self.acc.mul_(decay)
-            top = origin
-        output = self.acc.div_(total.masked_fill(total == 0.0, 1.0))
-        return output, (top + total.log()).squeeze(-1)
+        if sinks is None:
+            return self.running_max, self.running_sum
+        origin = _finite(torch.maximum(self.running_max, sinks))
+        decay = (self.running_max - origin).exp_()
+        self.acc.mul_(decay)
+        return origin, self.running_sum * decay + (sinks - origin).exp()
+
+    def _divided(self, total: torch.Tensor) -> torch.Tensor:
+        return self.acc.div_(total.masked_fill(total == 0.0, 1.0))
 
 
 def merge_states(

@@ -11,9 +11,10 @@ FLOAT_BYTES = 4
 # Larger tiles fall out of the last-level cache, smaller ones are dominated by the cost of a call:
 # measured with benchmarks/cpu_attention.py on two cores of a Zen 4.
 GROUP_TILE_BYTES = 4 << 20
-SCORE_TILE_BYTES = 2 << 20
-TILE_KV = 256
+SCORE_TILE_BYTES = 4 << 20
+TILE_KV = 512
 MAX_TILE_Q = 128
+FUSED_TILE_Q = 256
 MIN_GROUP_TOKENS = 128
 """Keys of each request that a tile of several requests should at least hold."""
 
@@ -79,6 +80,16 @@ class TileShape:
         by_scores = min(SCORE_TILE_BYTES, self.workspace_bytes // 4) // score_bytes
         by_state = self.workspace_bytes // 4 // self._query_bytes(1)
         return max(1, min(MAX_TILE_Q, by_scores, by_state))
+
+    @property
+    def fused_keys(self) -> int:
+        """Keys of a request that fit as a whole."""
+        return self.workspace_bytes // 2 // self._key_bytes
+
+    def fused_queries(self, queries: int) -> int:
+        """Query tokens of a call of torch's attention, for a request of so many."""
+        at_once = self.workspace_bytes // 4 // self._query_bytes(1)
+        return max(1, queries if queries <= at_once else min(at_once, FUSED_TILE_Q))
 
     def group_tokens(self, queries: int) -> int:
         """Keys of a tile of several requests with `queries` tokens each, all requests together."""

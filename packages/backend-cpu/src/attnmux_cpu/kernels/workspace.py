@@ -47,7 +47,7 @@ class Workspace:
             self._views = {k: v for k, v in self._views.items() if k[:2] != (name, dtype)}
             # An inference tensor could not be written outside of inference mode later.
             with torch.inference_mode(False):
-                buffer = torch.empty(size, dtype=dtype)
+                buffer = torch.empty(size, dtype=dtype, device="cpu")
             self._buffers[name, dtype] = buffer
         with torch.inference_mode(False):
             return buffer[:size].view(shape)
