@@ -1,0 +1,7 @@
+"""Triton latent attention (MLA) for attnmux: packaging only, no backend is in this release."""
+
+from __future__ import annotations
+
+from attnmux_mla._version import __version__
+
+__all__ = ["__version__"]
