@@ -1,0 +1,1 @@
+"""HELLO_ATTN, an attention backend for attnmux."""

@@ -1,0 +1,1 @@
+"""A plugin that misbehaves: see the README."""
