@@ -166,10 +166,10 @@ def test_another_block_table_replaces_only_table_and_slots(backend: type[CPUMLAB
     )
 
 
-def test_a_table_of_another_batch_is_refused() -> None:
+def test_a_table_with_fewer_rows_than_the_batch_is_refused() -> None:
     built = builder().build(0, batch([1, 5], [20, 40]))
-    with pytest.raises(ValueError, match=r"blk_table\.shape: got \[3, 2\]; allowed: \[2, max_bl"):
-        builder().update_block_table(built, torch.zeros(3, 2, dtype=torch.int32), torch.zeros(6))
+    with pytest.raises(ValueError, match=r"blk_table\.shape: got \[1, 2\]; allowed: \[2\], or"):
+        builder().update_block_table(built, torch.zeros(1, 2, dtype=torch.int32), torch.zeros(6))
 
 
 @pytest.mark.parametrize("query_len", [1, 4])

@@ -43,6 +43,9 @@ def test_the_constructor_keeps_what_it_is_given() -> None:
     assert made.kernel_block_size is None
     made.set_kernel_block_size(8)
     assert made.kernel_block_size == 8
+    with pytest.raises(ValueError, match=r"kernel_block_size: got 0; allowed: an integer of at"):
+        made.set_kernel_block_size(0)
+    assert made.kernel_block_size == 8
 
 
 @pytest.mark.parametrize("missing", ["__init__", "build"])

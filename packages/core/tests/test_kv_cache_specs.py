@@ -188,3 +188,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         cache_dtype_handler("int7")
     for name, other in itertools.pairwise(registered_cache_dtypes()):
         assert f"{name} | {other}" in str(caught.value)
+
+
+def test_a_latent_layer_has_one_head_unless_said_otherwise() -> None:
+    spec = MLAAttentionSpec.for_layer(block_size=16, head_size=576, dtype=torch.bfloat16)
+    assert spec.layer_shape == (1, 16, 576)

@@ -46,7 +46,7 @@ def test_the_proof_fails_when_one_token_differs(model: Callable[[str], PreTraine
     tokens[3] += 1
     out = io.StringIO()
     assert not demo.prove(model("llama"), [result_of(0, prompt, tokens)], 6, out)
-    assert "prompt 1 (5 tokens): 5 of 6 tokens equal: DIFFERENT" in out.getvalue()
+    assert "prompt 1 (5 tokens): 5 of 6 tokens equal, DIFFERENT" in out.getvalue()
     assert "0 of 1 prompts" in out.getvalue()
 
 

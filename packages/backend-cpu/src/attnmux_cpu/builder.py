@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,15 @@ from attnmux.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from attnmux.checks import bad_argument, check_index_dtype, check_positive, check_tensor
+from attnmux.checks import bad_argument, check_positive
 from attnmux.config import EngineConfigLike
 from attnmux.kv_cache import KVCacheSpec
+from attnmux_cpu.batch_checks import (
+    check_batch,
+    check_block_table,
+    check_lengths,
+    check_mm_ranges,
+)
 from attnmux_cpu.kernels.planning import LayerKind, make_schedule
 from attnmux_cpu.kernels.schedule import BoolArray, IntArray, Lengths, Schedule
 from attnmux_cpu.options import CPUAttentionOptions, check_options
@@ -169,7 +174,12 @@ class CPUAttentionMetadataBuilder(AttentionMetadataBuilder[CPUAttentionMetadata]
             ValueError: A tensor or a length of the batch does not fit.
         """
         batch = common_attn_metadata
-        _check_batch(batch)
+        check_batch(batch)
+        for name in ("encoder_seq_lens", "rswa_prefix_lens"):
+            tensor = getattr(batch, name)
+            if tensor is not None:
+                check_lengths(name, tensor, batch.num_reqs)
+        check_mm_ranges(batch.mm_req_doc_ranges or {}, batch.num_reqs)
         if batch.rswa_prefix_lens is not None and self._rswa_window is None:
             raise bad_argument(
                 "rswa_prefix_lens", "a tensor", "None where model_config.rswa_window is None"
@@ -198,7 +208,7 @@ class CPUAttentionMetadataBuilder(AttentionMetadataBuilder[CPUAttentionMetadata]
         slot_mapping: torch.Tensor,
     ) -> CPUAttentionMetadata:
         """Return the same batch in other blocks; `metadata` is not changed."""
-        _check_table_tensor(blk_table, metadata.num_reqs)
+        check_block_table("blk_table", blk_table, metadata.num_reqs)
         return replace(
             metadata,
             block_table=blk_table[: metadata.num_reqs],
@@ -214,81 +224,6 @@ def _first(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
 def _numbers(tensor: torch.Tensor) -> IntArray:
     numbers: IntArray = tensor.to(torch.int64).numpy()
     return numbers
-
-
-def _check_batch(batch: CommonAttentionMetadata) -> None:
-    if not isinstance(batch, CommonAttentionMetadata):
-        raise bad_argument(
-            "common_attn_metadata", type(batch).__name__, CommonAttentionMetadata.__name__
-        )
-    reqs = batch.num_reqs
-    if not isinstance(reqs, int) or reqs < 0:
-        raise bad_argument("num_reqs", reqs, "an integer of at least 0")
-    _check_counts("query_start_loc", batch.query_start_loc, reqs + 1)
-    _check_counts("seq_lens", batch.seq_lens, reqs)
-    for name in ("encoder_seq_lens", "rswa_prefix_lens"):
-        tensor = getattr(batch, name)
-        if tensor is not None:
-            _check_counts(name, tensor, reqs)
-    _check_table_tensor(batch.block_table_tensor, reqs)
-    if not isinstance(batch.causal, bool):
-        check_tensor("causal", batch.causal, shape=("num_reqs",), dtype=torch.bool, device="cpu")
-        if batch.causal.shape[0] < reqs:
-            raise bad_argument("causal.shape", list(batch.causal.shape), f"[{reqs}]")
-    starts = _numbers(batch.query_start_loc[: reqs + 1])
-    if starts[0] != 0 or (np.diff(starts) < 0).any():
-        raise bad_argument("query_start_loc", starts.tolist(), "ascending from 0")
-    if starts[-1] > batch.num_actual_tokens:
-        raise bad_argument(
-            "query_start_loc[-1]", int(starts[-1]), f"at most {batch.num_actual_tokens} tokens"
-        )
-    _check_mm_ranges(batch.mm_req_doc_ranges or {}, reqs)
-
-
-def _check_counts(name: str, tensor: torch.Tensor, count: int) -> None:
-    check_tensor(name, tensor, shape=("num_reqs",), device="cpu")
-    check_index_dtype(name, tensor)
-    if tensor.shape[0] < count:
-        raise bad_argument(f"{name}.shape", list(tensor.shape), f"[{count}]")
-    if count and int(tensor[:count].min()) < 0:
-        raise bad_argument(name, int(tensor[:count].min()), "0 or more")
-
-
-def _check_table_tensor(table: torch.Tensor, reqs: int) -> None:
-    check_tensor("block_table", table, shape=("num_reqs", "max_blocks"), device="cpu")
-    check_index_dtype("block_table", table)
-    if table.shape[0] < reqs:
-        raise bad_argument("block_table.shape", list(table.shape), f"[{reqs}, max_blocks]")
-
-
-def _check_mm_ranges(ranges: Mapping[int, Sequence[tuple[int, int]]], reqs: int) -> None:
-    if not isinstance(ranges, Mapping):
-        raise bad_argument("mm_req_doc_ranges", type(ranges).__name__, "a dict by request index")
-    for request, spans in ranges.items():
-        if request not in range(reqs):
-            raise bad_argument("mm_req_doc_ranges", f"request {request!r}", f"0 to {reqs - 1}")
-        if not _are_pairs(spans):
-            raise bad_argument(
-                "mm_req_doc_ranges", f"{spans} of request {request}", "pairs of integers"
-            )
-        previous = -1
-        for start, end in sorted(spans):
-            if not previous < start <= end:
-                raise bad_argument(
-                    "mm_req_doc_ranges",
-                    f"{list(spans)} of request {request}",
-                    "inclusive (first, last) positions that do not overlap",
-                )
-            previous = end
-
-
-def _are_pairs(spans: object) -> bool:
-    return isinstance(spans, Sequence) and all(
-        isinstance(span, Sequence)
-        and len(span) == 2
-        and all(isinstance(place, Integral) for place in span)
-        for span in spans
-    )
 
 
 def _check_queries_fit(query_lens: IntArray, key_lens: IntArray) -> None:

@@ -14,8 +14,9 @@ from attnmux.backend import (
     KVCacheSpec,
 )
 from attnmux.batch import BatchSplit, split_decodes_and_prefills
-from attnmux.checks import bad_argument, check_index_dtype, check_tensor
+from attnmux.checks import bad_argument
 from attnmux.config import EngineConfigLike
+from attnmux_cpu.batch_checks import check_batch, check_block_table
 from attnmux_cpu.kernels.mla_decode import DecodeSchedule, plan_decode
 from attnmux_cpu.kernels.mla_prefill import PrefillRequest, PrefillSchedule, plan_prefill
 from attnmux_cpu.options import CPUMLAOptions, check_options
@@ -102,11 +103,10 @@ class _LatentBuilder(AttentionMetadataBuilder[M]):
         self, metadata: M, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> M:
         """Return the same metadata over other blocks of the cache."""
-        check_tensor("blk_table", blk_table, shape=(metadata.num_reqs, "max_blocks"), device="cpu")
-        check_index_dtype("blk_table", blk_table)
+        check_block_table("blk_table", blk_table, metadata.num_reqs)
         return replace(
             metadata,
-            block_table=blk_table.long(),
+            block_table=blk_table[: metadata.num_reqs].long(),
             slot_mapping=slot_mapping,
             fitting_caches=set(),
         )
@@ -222,46 +222,21 @@ def _read_batch(batch: CommonAttentionMetadata) -> _Batch:
         ValueError: A tensor or a length does not fit, or the batch brings what latent attention
             has not.
     """
-    if not isinstance(batch, CommonAttentionMetadata):
-        raise bad_argument(
-            "common_attn_metadata", type(batch).__name__, CommonAttentionMetadata.__name__
-        )
+    check_batch(batch)
     for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
         if getattr(batch, name) is not None and len(getattr(batch, name)):
             raise bad_argument(name, "values", "None: latent attention has no such feature here")
-    reqs = batch.num_reqs
-    start = _first("query_start_loc", batch.query_start_loc, (reqs + 1,))
-    seq_lens = _first("seq_lens", batch.seq_lens, (reqs,))
-    table = _first("block_table_tensor", batch.block_table_tensor, (reqs, "max_blocks"))
-    causal = batch.causal
+    reqs, causal = batch.num_reqs, batch.causal
     if isinstance(causal, bool):
         causal = torch.full((reqs,), causal, device="cpu")
-    check_tensor("causal", causal, shape=("num_reqs",), dtype=torch.bool, device="cpu")
-    check_tensor("causal", causal[:reqs], shape=(reqs,))
-    _check_lengths(batch, start, seq_lens)
-    return _Batch(start, start.diff(), seq_lens, table, causal[:reqs])
-
-
-def _first(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> torch.Tensor:
-    """Return the rows of this batch as int64; a buffer that an engine keeps may have more."""
-    check_tensor(name, tensor, device="cpu")
-    check_index_dtype(name, tensor)
-    rows = tensor[: int(shape[0])] if tensor.dim() == len(shape) else tensor
-    check_tensor(name, rows, shape=shape)
-    return rows.long()
-
-
-def _check_lengths(
-    batch: CommonAttentionMetadata, start: torch.Tensor, seq_lens: torch.Tensor
-) -> None:
-    if int(start[0]) != 0 or (start.diff() < 0).any():
-        raise bad_argument("query_start_loc", start.tolist(), "ascending from 0")
-    if int(start[-1]) > batch.num_actual_tokens:
-        raise bad_argument(
-            "query_start_loc[-1]", int(start[-1]), f"at most {batch.num_actual_tokens} tokens"
-        )
-    if batch.num_reqs and int(seq_lens.min()) < 0:
-        raise bad_argument("seq_lens", int(seq_lens.min()), "0 or more")
+    start = batch.query_start_loc[: reqs + 1].long()
+    return _Batch(
+        start,
+        start.diff(),
+        batch.seq_lens[:reqs].long(),
+        batch.block_table_tensor[:reqs].long(),
+        causal[:reqs],
+    )
 
 
 def _check_decodes_first(batch: CommonAttentionMetadata, split: BatchSplit, threshold: int) -> None:

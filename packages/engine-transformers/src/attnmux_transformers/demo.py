@@ -150,10 +150,10 @@ def prove(
         equal = result.token_ids == wanted
         num_equal += equal
         shortest = min(shortest, len(wanted))
-        verdict = "equal" if equal else "DIFFERENT"
+        verdict = "tokens equal" if equal else "tokens equal, DIFFERENT from eager attention"
         print(
             f"  prompt {result.index + 1} ({len(result.prompt_token_ids)} tokens): "
-            f"{same} of {len(wanted)} tokens equal: {verdict}",
+            f"{same} of {len(wanted)} {verdict}",
             file=out,
         )
     counted = f"{shortest} of {shortest}" if shortest == max_new_tokens else "all"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 
+from attnmux.checks import check_positive
+
 if TYPE_CHECKING:
     from attnmux.abc.metadata import CommonAttentionMetadata
     from attnmux.config import EngineConfigLike
@@ -71,7 +73,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.kernel_block_size: int | None = None
 
     def set_kernel_block_size(self, kernel_block_size: int) -> None:
-        """Tell the builder the kernel's block size where an engine's block is cut into several."""
+        """Tell the builder the kernel's block size where an engine's block is cut into several.
+
+        Raises:
+            ValueError: The size is not positive.
+        """
+        check_positive("kernel_block_size", kernel_block_size)
         self.kernel_block_size = kernel_block_size
 
     @classmethod

@@ -197,6 +197,27 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     num_kv_heads: int = 1
 
+    @classmethod
+    def for_layer(
+        cls,
+        *,
+        block_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        num_kv_heads: int = 1,
+        kv_cache_dtype: CacheDType = "auto",
+        **fields: Any,
+    ) -> Self:
+        """As `AttentionSpec.for_layer`; `head_size` is the width of a row."""
+        return super().for_layer(
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            **fields,
+        )
+
     @property
     def value_size(self) -> int:
         """0: values are the latent part of the keys."""
