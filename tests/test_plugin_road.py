@@ -120,7 +120,8 @@ def borrow_what_the_wheels_depend_on(environment: Environment) -> None:
     """
     borrowed = environment.folder / "borrowed"
     borrowed.mkdir()
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+    sites = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    for site in sites:  # in an environment on top of another there are several
         for entry in Path(site).iterdir():
             ours = entry.name.lstrip("_").startswith(("attnmux", "editable"))
             if not ours and entry.suffix != ".pth" and not (borrowed / entry.name).exists():

@@ -25,7 +25,7 @@ def check_batch(batch: CommonAttentionMetadata) -> None:
         raise bad_argument("num_reqs", reqs, "an integer of at least 0")
     check_lengths("query_start_loc", batch.query_start_loc, reqs + 1)
     check_lengths("seq_lens", batch.seq_lens, reqs)
-    check_block_table("block_table_tensor", batch.block_table_tensor, reqs)
+    check_table("block_table_tensor", batch.block_table_tensor, reqs)
     if not isinstance(batch.causal, bool):
         check_tensor("causal", batch.causal, shape=("num_reqs",), dtype=torch.bool, device="cpu")
         _check_rows("causal", batch.causal, reqs)
@@ -47,7 +47,7 @@ def check_lengths(name: str, tensor: torch.Tensor, count: int) -> None:
         raise bad_argument(name, int(tensor[:count].min()), "0 or more")
 
 
-def check_block_table(name: str, table: torch.Tensor, reqs: int) -> None:
+def check_table(name: str, table: torch.Tensor, reqs: int) -> None:
     """Raise `ValueError` unless `table` has at least `reqs` rows of blocks."""
     check_tensor(name, table, shape=("num_reqs", "max_blocks"), device="cpu")
     check_index_dtype(name, table)

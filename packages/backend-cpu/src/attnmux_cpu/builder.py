@@ -20,9 +20,9 @@ from attnmux.config import EngineConfigLike
 from attnmux.kv_cache import KVCacheSpec
 from attnmux_cpu.batch_checks import (
     check_batch,
-    check_block_table,
     check_lengths,
     check_mm_ranges,
+    check_table,
 )
 from attnmux_cpu.kernels.planning import LayerKind, make_schedule
 from attnmux_cpu.kernels.schedule import BoolArray, IntArray, Lengths, Schedule
@@ -102,7 +102,9 @@ class CPUAttentionMetadata(AttentionMetadata):
         if is_decoder:
             _check_queries_fit(query_lens, key_lens)
         if has_cache:
-            _check_table(self.block_table, np.where(query_lens > 0, key_lens, 0), self.block_size)
+            _check_table_width(
+                self.block_table, np.where(query_lens > 0, key_lens, 0), self.block_size
+            )
         return Lengths(
             query_starts=query_starts,
             key_lens=key_lens,
@@ -208,7 +210,7 @@ class CPUAttentionMetadataBuilder(AttentionMetadataBuilder[CPUAttentionMetadata]
         slot_mapping: torch.Tensor,
     ) -> CPUAttentionMetadata:
         """Return the same batch in other blocks; `metadata` is not changed."""
-        check_block_table("blk_table", blk_table, metadata.num_reqs)
+        check_table("blk_table", blk_table, metadata.num_reqs)
         return replace(
             metadata,
             block_table=blk_table[: metadata.num_reqs],
@@ -238,7 +240,7 @@ def _check_queries_fit(query_lens: IntArray, key_lens: IntArray) -> None:
         )
 
 
-def _check_table(table: torch.Tensor, key_lens: IntArray, block_size: int) -> None:
+def _check_table_width(table: torch.Tensor, key_lens: IntArray, block_size: int) -> None:
     longest = int(key_lens.max(initial=0))
     needed = -(-longest // block_size)
     if table.shape[1] < needed:

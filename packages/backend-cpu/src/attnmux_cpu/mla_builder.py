@@ -16,7 +16,7 @@ from attnmux.backend import (
 from attnmux.batch import BatchSplit, split_decodes_and_prefills
 from attnmux.checks import bad_argument
 from attnmux.config import EngineConfigLike
-from attnmux_cpu.batch_checks import check_batch, check_block_table
+from attnmux_cpu.batch_checks import check_batch, check_table
 from attnmux_cpu.kernels.mla_decode import DecodeSchedule, plan_decode
 from attnmux_cpu.kernels.mla_prefill import PrefillRequest, PrefillSchedule, plan_prefill
 from attnmux_cpu.options import CPUMLAOptions, check_options
@@ -103,7 +103,7 @@ class _LatentBuilder(AttentionMetadataBuilder[M]):
         self, metadata: M, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> M:
         """Return the same metadata over other blocks of the cache."""
-        check_block_table("blk_table", blk_table, metadata.num_reqs)
+        check_table("blk_table", blk_table, metadata.num_reqs)
         return replace(
             metadata,
             block_table=blk_table[: metadata.num_reqs].long(),
