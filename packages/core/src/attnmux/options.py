@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from attnmux import settings as env
@@ -64,8 +64,9 @@ def resolve_options_in(
 ) -> Any:
     """:func:`resolve_options` for a registry and an environment of the caller's choice."""
     info = _info_of(registry, backend)
-    names = [entry.name for entry in registry.entries() if entry.info is not None]
-    texts = _variables_of(backend, names, os.environ if environ is None else environ)
+    texts = _variables_of(
+        backend, _backend_names(registry), os.environ if environ is None else environ
+    )
     cls = options_class(info)
     if cls is None:
         if overrides:
@@ -113,8 +114,7 @@ def checked_options(backend: str, options: object | None) -> object | None:
         return options
     if options is None:
         # CPU_MLA's prefix begins the variables of CPU_MLA_SPARSE too.
-        names = [each.name for each in registry.entries() if each.info is not None]
-        if not _variables_of(backend, names, os.environ):
+        if not _variables_of(backend, _backend_names(registry), os.environ):
             return None
         return resolve_options_in(registry, backend, {})  # type: ignore[no-any-return]
     cls = options_class(entry.info)
@@ -157,32 +157,29 @@ def warn_unknown_option_variables(
     registry: Registry, environ: Mapping[str, str] | None = None
 ) -> None:
     """Warn once about each ``ATTNMUX_OPT_*`` variable that names no known backend."""
-    names = [entry.name for entry in registry.entries() if entry.info is not None]
-    for variable in env.attnmux_variables(environ):
-        if variable.startswith(env.OPTION_PREFIX) and _owner(variable, names) is None:
-            env.warn_once(
-                variable,
-                unowned_variable(variable, names),
-            )
+    for variable, sentence in _unowned_variables(registry, environ).items():
+        env.warn_once(variable, sentence)
 
 
-def unowned_variable(variable: str, backends: Sequence[str]) -> str:
-    """One sentence about an ``ATTNMUX_OPT_*`` variable that belongs to no known backend."""
-    return (
-        f"{variable} is set, but no known backend has options of that name "
-        f"(backends: {', '.join(backends) or 'none'})"
-    )
+def _unowned_variables(registry: Registry, environ: Mapping[str, str] | None) -> dict[str, str]:
+    """``ATTNMUX_OPT_*`` variables that belong to no known backend, each with a sentence."""
+    known = _backend_names(registry)
+    return {
+        variable: f"{variable} is set, but no known backend has options of that name "
+        f"(backends: {', '.join(known) or 'none'})"
+        for variable in env.attnmux_variables(environ)
+        if variable.startswith(env.OPTION_PREFIX) and _owner(variable, known) is None
+    }
+
+
+def _backend_names(registry: Registry) -> list[str]:
+    return [entry.name for entry in registry.entries() if entry.info is not None]
 
 
 def option_problems(registry: Registry) -> list[str]:
     """One sentence for each option in the environment that is misspelt or cannot be read."""
+    problems = list(_unowned_variables(registry, None).values())
     usable = [entry for entry in registry.entries() if entry.usable and entry.info is not None]
-    known = [entry.name for entry in registry.entries() if entry.info is not None]
-    problems = [
-        unowned_variable(variable, known)
-        for variable in env.attnmux_variables()
-        if variable.startswith(env.OPTION_PREFIX) and _owner(variable, known) is None
-    ]
     for entry in usable:
         try:
             resolve_options_in(registry, entry.name, {})
